@@ -19,6 +19,13 @@ class FusedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
+    def slots(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Checkpoint names -> views of the rows they fill, one name (without .weight or .bias) per part."""
+        views = dict(zip((f"{name}.weight" for name in names), self.weight.data.split(self.parts), strict=True))
+        if self.bias is not None:
+            views |= zip((f"{name}.bias" for name in names), self.bias.data.split(self.parts), strict=True)
+        return views
+
     def load_part(self, index: int, tensor: torch.Tensor, *, bias: bool = False) -> None:
         """Copy one checkpoint tensor into its rows."""
         start = sum(self.parts[:index])
@@ -39,3 +46,19 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.weight)
+
+
+def vocab_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """[N, V] -> [N] int64: the first largest entry of each row, as argmax but in two stages.
+
+    torch's argmax over bfloat16 rows is not vectorised on the CPU (about 3.5 ns an entry) while amax is: maxima of
+    segments first, then the position inside the winning segment, takes a seventh of the time.
+    """
+    num_rows, vocab_size = logits.shape
+    segment = min(vocab_size & -vocab_size, 512)  # largest power of two that divides V, within limits
+    if segment < 32:
+        return logits.max(-1).indices
+    segments = logits.reshape(num_rows, -1, segment)
+    winner = segments.amax(-1).argmax(-1, keepdim=True)  # [N, 1]
+    inner = torch.take_along_dim(segments, winner[:, :, None], 1)[:, 0].argmax(-1)
+    return winner[:, 0] * segment + inner
