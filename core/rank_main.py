@@ -1,7 +1,8 @@
 """Entry point of a rank process: `python -m core.rank_main CONFIG TO_ENGINE FROM_ENGINE PARENT_PID`.
 
-Sets up what must stand before torch loads, runs the engine, and turns whatever goes wrong into one account of it:
-an EngineFailure message, an error file and an exit code. Nothing is printed here; the parent tells people once.
+Sets up what must stand before torch loads, runs the engine, and turns whatever goes wrong into one account of
+it: an EngineFailure message, an error file and an exit code. Nothing is printed here; the parent tells people
+once.
 """
 
 from __future__ import annotations

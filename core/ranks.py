@@ -1,10 +1,11 @@
 """Rank processes seen from the parent: start them, relay what they print, notice how they end, stop them.
 
-Why this and not torch.distributed.elastic.multiprocessing: importing it loads torch into the parent, measured at
-1.4 s of start-up and 190 MB (45 -> 237 MB resident), and on an NPU machine it would load the device backend there.
-Its redirects grow a log file without bound and its `poll` blocks up to 30 s while it stops peers. What we would take
-from it is kept: torchrun's environment variables and its error-file format, so that ranks look the same to torch.
-Like torch's, each rank is the leader of its own session: Ctrl-C in the terminal reaches the parent only.
+Why this and not torch.distributed.elastic.multiprocessing: importing it loads torch into the parent,
+measured at 1.4 s of start-up and 190 MB (45 -> 237 MB resident), and on an NPU machine it would load the
+device backend there. Its redirects grow a log file without bound, it takes over the parent's signal
+handlers, and its `poll` blocks up to 30 s while it stops peers. What we would take from it is kept:
+torchrun's environment variables and its error-file format, so that ranks look the same to torch. Like
+torch's, each rank leads a session of its own: Ctrl-C in the terminal reaches the parent only.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class RankGroup:
         """End every rank at once and reap it."""
         self._signal_all(signal.SIGKILL)
         for rank in self._ranks:
-            # Bounded: a process in uninterruptible sleep inside a driver cannot be reaped, and must not hold us.
+            # Bounded: a process in uninterruptible sleep inside a driver must not hold us.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 rank.process.wait(timeout=5.0)
 
@@ -223,8 +224,9 @@ def rank_environment(
 ) -> dict[str, str]:
     """The environment of one rank: torchrun's variables, and how OpenMP threads wait.
 
-    These must stand before torch loads its OpenMP runtime. A bounded spin (measured in DESIGN 3) keeps a small step
-    fast on an idle machine without starving the server process on a busy one; whoever set a policy keeps it.
+    These must stand before torch loads its OpenMP runtime. A bounded spin keeps a small step fast on an idle
+    machine without starving the server process on a busy one (measured: 17 ms idle and 33 ms beside a busy
+    process, against 15 and 65 with unbounded spinning); whoever set a policy keeps it.
     """
     env = dict(base)
     parallel = config.parallel
