@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints that can fail: a missing norm weight, a wrong rotary layout, a bias left out
+"""Tiny random Hugging Face checkpoints that can fail: a missing norm weight, a wrong rotary layout, a lost bias
 or two swapped dimensions all show in the logits. No network, no transformers."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grouped-query attention over paged KV for a ragged batch, in plain torch.
 
-Queries of one KV group are folded into the query axis, so that K and V are never expanded: with g query heads per
-KV head, the padded grid [B, q_cap] becomes [B, num_kv_heads, q_cap * g, head_dim].
+Queries of one KV group are folded into the query axis, so that K and V are never expanded: with g query heads
+per KV head, the padded grid [B, q_cap] becomes [B, num_kv_heads, q_cap * g, head_dim].
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def plan_attention(batch: RaggedBatch, *, group: int, page_size: int, dtype: tor
 
 
 def _mask(limit: torch.Tensor, length: int, group: int, dtype: torch.dtype) -> torch.Tensor:
-    hidden = torch.arange(length, device=limit.device) >= limit.repeat_interleave(group, dim=1)[:, None, :, None]
+    row_limit = limit.repeat_interleave(group, dim=1)[:, None, :, None]
+    hidden = torch.arange(length, device=limit.device) >= row_limit
     return torch.zeros(hidden.shape, dtype=dtype, device=limit.device).masked_fill_(hidden, float("-inf"))
 
 
@@ -57,7 +58,9 @@ def paged_attention(
     """
     batch = plan.batch
     cache.write(batch.slot_mapping, key, value)
-    out = torch.empty_like(query)
+    # Zeros: a padding row that no part of the batch covers must stay finite, since its KV goes to the dummy
+    # page, and a NaN there would reach every sequence whose page table is padded with that page.
+    out = query.new_zeros(query.shape)
     if batch.decode is not None:
         out[: batch.decode.num_rows] = _attend_grid(query[: batch.decode.num_rows], cache, plan, scale)
     for chunk, mask in zip(batch.chunks, plan.chunk_masks, strict=True):
@@ -68,7 +71,8 @@ def paged_attention(
 
 def _attend_grid(query: torch.Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> torch.Tensor:
     decode = plan.batch.decode
-    assert decode is not None and plan.decode_mask is not None
+    assert decode is not None
+    assert plan.decode_mask is not None
     num_seqs, group = decode.kv_limit.shape[0], plan.group
     heads, head_dim = query.shape[1:]
     # One cell more than the grid takes the padding rows.
@@ -85,7 +89,8 @@ def _attend_chunk(
     query: torch.Tensor, cache: LayerCache, chunk: ChunkRows, mask: torch.Tensor, group: int, scale: float
 ) -> torch.Tensor:
     key, value = (_gather(pages, chunk.pages[None]) for pages in (cache.key, cache.value))
-    attended = F.scaled_dot_product_attention(_fold(query[None], group), key, value, attn_mask=mask, scale=scale)
+    folded = _fold(query[None], group)
+    attended = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return _unfold(attended, group)[0]
 
 

@@ -21,9 +21,11 @@ class FusedLinear(nn.Module):
 
     def slots(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Checkpoint names -> views of the rows they fill, one name (without .weight or .bias) per part."""
-        views = dict(zip((f"{name}.weight" for name in names), self.weight.data.split(self.parts), strict=True))
-        if self.bias is not None:
-            views |= zip((f"{name}.bias" for name in names), self.bias.data.split(self.parts), strict=True)
+        views = {}
+        for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if parameter is not None:
+                rows = parameter.data.split(self.parts)
+                views |= {f"{name}.{kind}": view for name, view in zip(names, rows, strict=True)}
         return views
 
     def load_part(self, index: int, tensor: torch.Tensor, *, bias: bool = False) -> None:

@@ -12,7 +12,7 @@ from core.errors import ModelLoadError
 
 
 class RMSNorm(nn.Module):
-    """y = w * cast(x32 * rsqrt(mean(x32^2) + eps)): normalised in fp32, cast, then scaled, as transformers does."""
+    """y = w * cast(x32 * rsqrt(mean(x32^2) + eps)): normalised in fp32, cast, then scaled, as in transformers."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,12 +26,13 @@ class RMSNorm(nn.Module):
 
 
 def rope_theta(config: dict[str, Any]) -> float:
-    """Read theta from either spelling of a Hugging Face config; a scaling that we do not implement is refused."""
+    """Read theta from either spelling of a Hugging Face config; a scaling that we do not compute is refused."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
         raise ModelLoadError(
-            f"rope_type {kind!r} in config.json is not supported (only 'default'); use a model without RoPE scaling"
+            f"rope_type {kind!r} in config.json is not supported (only 'default'); "
+            "use a model without RoPE scaling"
         )
     return float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
 
@@ -50,7 +51,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", torch.cat((angles, angles), -1).sin().to(dtype), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] -> cos, sin, each [T, 1, head_dim]. Positions beyond the table are clamped (padding)."""
+        """positions [T] -> cos, sin, each [T, 1, head_dim]. Positions past the table are clamped (padding)."""
         positions = positions.clamp(max=self.cos.shape[0] - 1)
         return self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None]
 
