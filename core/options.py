@@ -25,8 +25,7 @@ class Group(StrEnum):
     SCHEDULING = "Scheduling"
     DEVICE = "Device and graphs"
     PARALLELISM = "Parallelism"
-    SERVING = "Serving"
-    OBSERVABILITY = "Observability"
+    SERVING = "Serving and logs"
 
 
 # Names of the second switch in older launch scripts. Not aliases: `core.resolve` refuses them by name.
@@ -205,26 +204,25 @@ class LaunchOptions:
     max_queue: int = _flag(
         256, "Requests that may wait; more are answered with 429.", group=Group.SERVING, minimum=1
     )
-    # Observability
     log_format: str = _flag(
         "auto",
         "auto: readable on a terminal, else JSON.",
-        group=Group.OBSERVABILITY,
+        group=Group.SERVING,
         choices=("auto", "console", "json"),
     )
     log_level: str = _flag(
         "info",
         "Least severe message shown.",
-        group=Group.OBSERVABILITY,
+        group=Group.SERVING,
         choices=("debug", "info", "warning", "error"),
     )
     log_dir: str | None = _flag(
-        None, "Directory for one log file per rank.", group=Group.OBSERVABILITY, is_path=True
+        None, "Directory for one log file per rank.", group=Group.SERVING, is_path=True
     )
     decision_log: str | None = _flag(
         None,
         "JSON lines with the inputs and outcome of every decision.",
-        group=Group.OBSERVABILITY,
+        group=Group.SERVING,
         is_path=True,
     )
     # Not a flag: retired names that a command line, environment or file used. resolve() refuses them.
