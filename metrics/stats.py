@@ -18,6 +18,7 @@ class StepStats(msgspec.Struct, kw_only=True):
     num_sequences: int  # sequences that sampled
     prefill_tokens: int  # prompt rows computed
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache by sequences admitted in this step
+    cache_lookup_tokens: int = 0  # prompt tokens of those sequences, cached or not
     request_bucket: int = 0  # physical request capacity that ran
     target_rows: int = 0  # physical verify rows that ran (the chosen budget)
     full_width_rows: int = 0  # target_rows at full width for that bucket
@@ -42,7 +43,7 @@ class StepStats(msgspec.Struct, kw_only=True):
     expected_tokens: float | None = None
     predicted_seconds: float | None = None
     plain_seconds: float | None = None  # predicted step seconds at target_rows = request_bucket
-    measured_seconds: float | None = None  # interval between consecutive retirements while the pipeline is full
+    measured_seconds: float | None = None  # between consecutive retirements while the pipeline is full
     schedule_seconds: float = 0.0  # host time spent planning and launching
     # gauges after the step
     running: int = 0
