@@ -1,5 +1,5 @@
-"""Tiny random Hugging Face checkpoints that can fail: a missing norm weight, a wrong rotary layout, a lost bias
-or two swapped dimensions all show in the logits. No network, no transformers."""
+"""Tiny random Hugging Face checkpoints that can fail: a missing norm weight, a wrong rotary layout, a lost
+bias or two swapped dimensions all show in the logits. No network, no transformers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class FusedLinear(nn.Module):
 
     def slots(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Checkpoint names -> views of the rows they fill, one name (without .weight or .bias) per part."""
-        views = {}
+        views: dict[str, torch.Tensor] = {}
         for kind, parameter in (("weight", self.weight), ("bias", self.bias)):
             if parameter is not None:
                 rows = parameter.data.split(self.parts)
@@ -53,8 +53,8 @@ class Embedding(nn.Module):
 def vocab_argmax(logits: torch.Tensor) -> torch.Tensor:
     """[N, V] -> [N] int64: the first largest entry of each row, as argmax but in two stages.
 
-    torch's argmax over bfloat16 rows is not vectorised on the CPU (about 3.5 ns an entry) while amax is: maxima of
-    segments first, then the position inside the winning segment, takes a seventh of the time.
+    torch's argmax over bfloat16 rows is not vectorised on the CPU (about 3.5 ns an entry) while amax is: maxima
+    of segments first, then the position inside the winning segment, takes a seventh of the time.
     """
     num_rows, vocab_size = logits.shape
     segment = min(vocab_size & -vocab_size, 512)  # largest power of two that divides V, within limits

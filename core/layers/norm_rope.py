@@ -12,7 +12,7 @@ from core.errors import ModelLoadError
 
 
 class RMSNorm(nn.Module):
-    """y = w * cast(x32 * rsqrt(mean(x32^2) + eps)): normalised in fp32, cast, then scaled, as in transformers."""
+    """y = w * cast(x32 * rsqrt(mean(x32^2) + eps)): normalise in fp32, cast, then scale, as HF."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_theta(config: dict[str, Any]) -> float:
-    """Read theta from either spelling of a Hugging Face config; a scaling that we do not compute is refused."""
+    """Read theta from either spelling of a Hugging Face config; an unknown scaling is refused."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind != "default":
@@ -51,7 +51,7 @@ class RotaryTable(nn.Module):
         self.register_buffer("sin", torch.cat((angles, angles), -1).sin().to(dtype), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T] -> cos, sin, each [T, 1, head_dim]. Positions past the table are clamped (padding)."""
+        """positions [T] -> cos, sin, each [T, 1, head_dim]. Later positions (padding) are clamped."""
         positions = positions.clamp(max=self.cos.shape[0] - 1)
         return self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None]
 
