@@ -277,7 +277,7 @@ BUDGET = (
     ),
     _gauge(
         "xspec_expected_speedup_ratio",
-        "Predicted tokens per second of the newest decision over those of plain decoding; 0 before the first.",
+        "Predicted tokens per second of the newest decision over those of plain decoding; 0 before one.",
     ),
     _gauge(
         "xspec_calibration_timestamp_seconds",
@@ -362,7 +362,7 @@ LIFECYCLE = (
     ),
     _counter(
         "xspec_metrics_anomalies_total",
-        "Values that a metric refused to record, logged once per metric and kind. Not 0: a bug in the server.",
+        "Values that a metric refused to record, logged once per metric and kind. Above 0: a bug in xspec.",
         Label("kind", ANOMALIES),
     ),
 )

@@ -130,7 +130,7 @@ class ServerMetrics:
         prefill_seconds: float | None = None,
         decode_seconds: float | None = None,
     ) -> None:
-        """A started request ended. `time_per_output_token` is None below two tokens; phases may be unknown."""
+        """A started request ended. `time_per_output_token` is None below two tokens, a phase if unknown."""
         series = self.series
         series.add("xspec_requests_finished_total", 1, finish_reason)
         series.add("xspec_prompt_tokens_total", prompt_tokens - cached_tokens, "computed")
