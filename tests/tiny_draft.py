@@ -1,6 +1,6 @@
 """Tiny random DSpark checkpoints in DeepSpec's format, in which mistakes are visible.
 
-Norm weights are far from 1, all dimensions differ from each other, and theta is small so that positions matter.
+Norm weights are far from 1, all dimensions differ, and theta is small so that positions matter.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def write_tiny_dspark(
     extra_tensors: dict[str, torch.Tensor] | None = None,
     config_overrides: dict[str, Any] | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors into `path` for the target of `target_config` (its config.json).
+    """Write config.json and model.safetensors into `path` for the target with config.json `target_config`.
 
-    extra_tensors: for example copies of the target's embedding. config_overrides: a value of None removes the key.
+    extra_tensors: for example copies of the target's embedding. config_overrides: None removes a key.
     """
     config = _config(target_config, block_size, markov, num_layers, target_layer_ids, markov_rank)
     config["enable_confidence_head"] = confidence
