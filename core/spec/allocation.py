@@ -30,16 +30,17 @@ def allocate(
 ) -> torch.Tensor:
     """Return [B] int64 verify lengths: the global top `num_drafts_budget` survivals within the limits.
 
-    survival: [B, W] float32, non-increasing along a row. draft_limit: [B] int64 (0 for padding sequences). The budget
-    is G - N of the plan, a tensor of one element inside a captured graph. Ties go to the earlier position, then to
-    the smaller row, so a choice is always a prefix. Shapes depend on B and W only and nothing is read back.
+    survival: [B, W] float32, non-increasing along a row. draft_limit: [B] int64 (0 for padding sequences).
+    The budget is G - N of the plan, a tensor of one element inside a captured graph. Ties go to the earlier
+    position, then to the smaller row, so a choice is always a prefix. Shapes depend on B and W only and nothing
+    is read back.
     """
     import torch
 
     num_rows, width = survival.shape
     within = torch.arange(width, device=survival.device)[:, None] < draft_limit[None, :]
-    # [W, B]: position-major, so that a stable sort breaks ties as promised. Beyond the limit: below every survival,
-    # taken only once all others are, and masked out then.
+    # [W, B]: position-major, so that a stable sort breaks ties as promised. Beyond the limit: below every
+    # survival, taken only once all others are, and masked out then.
     ranked = survival.t().masked_fill(~within, -1.0).reshape(-1)
     order = torch.argsort(ranked, descending=True, stable=True)
     taken = torch.arange(ranked.shape[0], device=survival.device) < num_drafts_budget

@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
-from scipy.linalg import lstsq  # type: ignore[import-untyped]
-from scipy.sparse import coo_array  # type: ignore[import-untyped]
-from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
+from scipy.linalg import lstsq
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from core.errors import ConfigError
 from core.spec.json_reader import JsonNode
@@ -273,7 +273,8 @@ def shape_report(costs: CostModel, grid: Mapping[int, Iterable[int]]) -> list[st
         if is_flat(costs, bucket, tiers):
             lines.append(
                 f"step costs of request bucket {bucket} are flat over {tiers} rows "
-                f"(within {FLAT_TOLERANCE:.0%}): full width always wins there and adaptive verification cannot act"
+                f"(within {FLAT_TOLERANCE:.0%}): full width always wins there and adaptive verification "
+                "cannot act"
             )
             continue
         for small, large in pairwise(tiers):
