@@ -25,8 +25,8 @@ class IncrementalDetokenizer:
                      ^     ^               characters before `_sent` of decode(window) are already released
 
     The window begins with tokens whose text is already out, because decoders of the SentencePiece kind treat
-    the first token of a sequence differently (its leading space is dropped). It is moved up at places where the
-    text ends in a whole character, so its length stays small and cost does not grow with the output.
+    the first token of a sequence differently (its leading space is dropped). It is moved up where the text
+    ends in a whole character, so its length stays small and cost does not grow with the output.
     """
 
     def __init__(
