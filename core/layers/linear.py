@@ -53,7 +53,7 @@ class Embedding(nn.Module):
 def vocab_argmax(logits: torch.Tensor) -> torch.Tensor:
     """[N, V] -> [N] int64: the first largest entry of each row, as argmax but in two stages.
 
-    torch's argmax over bfloat16 rows is not vectorised on the CPU (about 3.5 ns an entry) while amax is: maxima
+    torch argmax over bfloat16 rows is not vectorised on the CPU (about 3.5 ns an entry) while amax is: maxima
     of segments first, then the position inside the winning segment, takes a seventh of the time.
     """
     num_rows, vocab_size = logits.shape

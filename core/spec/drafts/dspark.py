@@ -1,7 +1,8 @@
 """DSpark drafts in DeepSpec's format: one bidirectional pass over a block, then a sequential Markov stage.
 
 The draft's context is not its own tokens but projections of target features: `publish` turns the features of
-committed positions into K and V of every draft layer, and `propose` lets a block [anchor, mask, ...] attend to them.
+committed positions into K and V of every draft layer, and `propose` lets a block [anchor, mask, ...] attend
+to them.
 
     pages of a sequence    0 ............ p-1 | p ........ p+W-1
                            context K, V         block K, V: temporary, overwritten by the next publication
@@ -57,7 +58,7 @@ class DSparkLayer(nn.Module):
         self.down = FusedLinear(config.intermediate_size, (hidden,))
 
     def publish(self, context: torch.Tensor, rope: Rope, cache: LayerCache, slots: torch.Tensor) -> None:
-        """Write K and V of context rows [T, H]. They go in without the input norm: `hidden_norm` was theirs."""
+        """Write K and V of context rows [T, H], which skip the input norm: `hidden_norm` was theirs."""
         projected = F.linear(context, self.qkv.weight[self.query_size :]).unflatten(1, (-1, self.head_dim))
         key, value = projected.split(self.kv_heads, dim=1)
         cache.write(slots, apply_rope(self.k_norm(key), *rope), value)
@@ -78,9 +79,8 @@ class DSparkDrafter(nn.Module):
     Embedding and output head are the target's, so a draft carries none of its own.
     """
 
-    lookahead = (
-        0  # context of a position depends on the target's prefix alone: a prefix hit recomputes nothing
-    )
+    layers: list[DSparkLayer]  # a ModuleList
+    lookahead = 0  # the context depends on the target's prefix alone, so a prefix hit recomputes nothing
 
     def __init__(
         self,
@@ -103,7 +103,8 @@ class DSparkDrafter(nn.Module):
         with torch.device("meta"):  # no memory is touched twice
             self.fc = FusedLinear(len(parsed.feature_layers) * hidden, (hidden,))
             self.hidden_norm = RMSNorm(hidden, parsed.rms_norm_eps)
-            self.layers = nn.ModuleList(DSparkLayer(parsed) for _ in range(parsed.num_layers))
+            layers = nn.ModuleList(DSparkLayer(parsed) for _ in range(parsed.num_layers))
+            self.layers = layers  # type: ignore[assignment]
             self.norm = RMSNorm(hidden, parsed.rms_norm_eps)
             head = MARKOV_HEADS[parsed.markov_type] if rank else None
             self.markov = head(parsed.vocab_size, hidden, rank) if head else None
@@ -169,7 +170,8 @@ class DSparkDrafter(nn.Module):
 
     def set_temperatures(self, temperatures: torch.Tensor) -> None:
         """Scale the confidence logit of slot k by 1 / temperatures[k]; [W], positive."""
-        assert self.confidence is not None and temperatures.shape == (self.width,)
+        assert self.confidence is not None
+        assert temperatures.shape == (self.width,)
         self.confidence.temperatures = temperatures.to(self._offsets.device, torch.float32)
 
     def weight_slots(self) -> dict[str, torch.Tensor]:

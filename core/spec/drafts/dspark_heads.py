@@ -1,4 +1,4 @@
-"""The sequential stage of DSpark: Markov heads, which correct each slot by the token before it, and confidence.
+"""The sequential stage of DSpark: Markov heads, which correct a slot by the token before it, and confidence.
 
 Letters: B sequences, W slots, H hidden, r Markov rank, V vocabulary. Knows neither pages nor attention.
 """
@@ -22,7 +22,7 @@ class MarkovHead(nn.Module):
     def mix(
         self, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """embedded [B, r], hidden [B, H] of a slot, state of those before -> input of W2 [B, r], new state."""
+        """embedded [B, r], hidden [B, H] of a slot, state of those before -> input [B, r] of W2, state."""
         return embedded, state
 
     def draft(self, anchor_ids: torch.Tensor, hidden: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
