@@ -32,8 +32,8 @@ def allocate(
 
     survival: [B, W] float32, non-increasing along a row. draft_limit: [B] int64 (0 for padding sequences).
     The budget is G - N of the plan, a tensor of one element inside a captured graph. Ties go to the earlier
-    position, then to the smaller row, so a choice is always a prefix. Shapes depend on B and W only and nothing
-    is read back.
+    position, then to the smaller row, so a choice is always a prefix. Shapes depend on B and W only and
+    nothing is read back.
     """
     import torch
 
