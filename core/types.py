@@ -68,5 +68,6 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float | None = None  # intake to the first step with rows of it, by the engine's clock
     spec: SpecStats | None = None
     error: str | None = None
