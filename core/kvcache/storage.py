@@ -35,7 +35,13 @@ class KVStorage:
     """Pages of all layers of target and draft, allocated once."""
 
     def __init__(
-        self, layers: list[GroupedHeads], *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: list[GroupedHeads],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages

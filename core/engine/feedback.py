@@ -1,0 +1,76 @@
+"""Retirement: the one place where results come from the device to the host.
+
+A step leaves four small tensors. They are copied into host buffers on the stream, right behind the step, so that
+waiting for the step's event is all the host ever waits for. One buffer set per slot in flight, and one to read from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from core.devices.base import Device, Event
+from core.engine.plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTensors:
+    """What a step computed, on the device, for B sequences."""
+
+    token_ids: torch.Tensor  # [B, W + 1] int64
+    num_emitted: torch.Tensor  # [B] int64
+    num_verified: torch.Tensor  # [B] int64
+    confidence: (
+        torch.Tensor
+    )  # [B, W] float32 of the drafts made in this step; stale where nothing was proposed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A launched step: its plan, where its results will be, and the event behind them."""
+
+    plan: StepPlan
+    slot: int
+    event: Event
+
+
+class ResultRing:
+    """Host buffers [max_seqs, ...] of the steps in flight."""
+
+    def __init__(self, *, lag: int, max_seqs: int, draft_width: int, device: Device) -> None:
+        pinned = device.torch_device.type != "cpu"
+        self._slots = [
+            StepTensors(
+                token_ids=torch.zeros(max_seqs, draft_width + 1, dtype=torch.int64, pin_memory=pinned),
+                num_emitted=torch.zeros(max_seqs, dtype=torch.int64, pin_memory=pinned),
+                num_verified=torch.zeros(max_seqs, dtype=torch.int64, pin_memory=pinned),
+                confidence=torch.zeros(max_seqs, draft_width, dtype=torch.float32, pin_memory=pinned),
+            )
+            for _ in range(lag + 1)
+        ]
+
+    def slot_of(self, step: int) -> int:
+        return step % len(self._slots)
+
+    def copy_in(self, slot: int, tensors: StepTensors) -> None:
+        """Order the copies; runs on the stream."""
+        host, count = self._slots[slot], tensors.num_emitted.shape[0]
+        host.token_ids[:count].copy_(tensors.token_ids, non_blocking=True)
+        host.num_emitted[:count].copy_(tensors.num_emitted, non_blocking=True)
+        host.num_verified[:count].copy_(tensors.num_verified, non_blocking=True)
+        host.confidence[:count].copy_(tensors.confidence, non_blocking=True)
+
+    def retire(self, launched: InFlight) -> StepResult:
+        """Wait for the step and copy its results out of the ring. Raises what the stream raised."""
+        launched.event.wait()
+        host, plan = self._slots[launched.slot], launched.plan
+        count = len(plan.sampling_rows)
+        return StepResult(
+            plan=plan,
+            token_ids=host.token_ids[:count].numpy().copy(),
+            num_emitted=host.num_emitted[:count].numpy().copy(),
+            num_verified=host.num_verified[:count].numpy().copy(),
+            confidence=host.confidence[:count].numpy().copy() if plan.choice.propose_depth else None,
+            executed_rows=plan.shape.target_rows,
+        )

@@ -1,0 +1,136 @@
+"""Captured shapes: which ones exist, and the static buffers and graph of each.
+
+Pure bucket arithmetic first, then the cache of programs. Every shape that serving uses was captured at startup; with
+graphs off, programs are built when first needed and run the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from core.devices.base import Device, Graph
+from core.engine.batch import ChunkRows
+from core.engine.plan import StepExtent, StepPlan, StepShape
+from core.spec.speculator import StepInputs
+
+
+def request_buckets(limit: int) -> tuple[int, ...]:
+    """Powers of two below `limit`, and `limit`."""
+    powers = [1 << i for i in range(limit.bit_length()) if 1 << i < limit]
+    return (*powers, limit)
+
+
+def chunk_buckets(limit: int) -> tuple[int, ...]:
+    """Padded prompt rows per step: few, since each is captured with every request bucket."""
+    return tuple(sorted({min(64, limit), min(256, limit), limit}))
+
+
+def serving_shapes(
+    buckets: tuple[int, ...], chunks: tuple[int, ...], tiers: Callable[[int], tuple[int, ...]], depth: int
+) -> Iterator[StepShape]:
+    """Every shape that a plan can name, largest first so that memory peaks early."""
+    for bucket in reversed(buckets):
+        full = tiers(bucket)[-1]
+        for chunk in reversed(chunks):
+            yield StepShape(request_bucket=bucket, target_rows=full, chunk_rows=chunk, propose_depth=depth)
+            yield StepShape(request_bucket=bucket, target_rows=0, chunk_rows=chunk, propose_depth=depth)
+        for rows in reversed(tiers(bucket)):
+            yield StepShape(request_bucket=bucket, target_rows=rows, chunk_rows=0, propose_depth=depth)
+    for chunk in reversed(chunks):
+        yield StepShape(request_bucket=0, target_rows=0, chunk_rows=chunk, propose_depth=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInputs:
+    """Numpy images of a plan, made on the host before the stream gets there. Names are those of StepInputs."""
+
+    arrays: dict[str, np.ndarray]
+    chunks: tuple[tuple[int, int, int, np.ndarray], ...]  # first_row, num_rows, start, pages
+
+
+def host_inputs(plan: StepPlan, *, pad_row: int, page_size: int) -> HostInputs:
+    """Flatten a plan into the arrays of its shape's static buffers."""
+    shape, num_decode = plan.shape, len(plan.decode)
+    bucket = shape.request_bucket
+    rows = np.full(bucket, pad_row, np.int64)
+    limit = np.zeros(bucket, np.int64)
+    rows[: len(plan.sampling_rows)] = [req_idx for req_idx, _ in plan.sampling_rows]
+    limit[:num_decode] = [row.draft_limit for row in plan.decode]
+    is_final = np.zeros(bucket, bool)
+    final_rows = np.zeros(bucket, np.int64)
+    chunk_ids = np.zeros(shape.chunk_rows, np.int64)
+    next_ids = np.zeros(shape.chunk_rows, np.int64)
+    positions = np.zeros(shape.chunk_rows, np.int64)
+    slots = np.arange(shape.chunk_rows, dtype=np.int64) % page_size  # the dummy page
+    chunks, first, final = [], 0, num_decode
+    for chunk in plan.chunks:
+        count = len(chunk.token_ids)
+        here = slice(first, first + count)
+        pages = np.array(chunk.pages, np.int64)
+        chunk_ids[here] = chunk.token_ids
+        next_ids[here] = (*chunk.token_ids[1:], chunk.next_token_id or 0)
+        positions[here] = np.arange(chunk.start, chunk.start + count)
+        slots[here] = pages[positions[here] // page_size] * page_size + positions[here] % page_size
+        chunks.append((shape.target_rows + first, count, chunk.start, pages))
+        first += count
+        if chunk.samples:
+            is_final[final] = True
+            final_rows[final] = shape.target_rows + first - 1
+            final += 1
+    return HostInputs(
+        arrays={
+            "rows": rows,
+            "host_limit": limit,
+            "is_decode": np.arange(bucket) < num_decode,
+            "is_final": is_final,
+            "final_rows": final_rows,
+            "draft_budget": np.array([shape.target_rows - num_decode], np.int64),
+            "chunk_ids": chunk_ids,
+            "chunk_next_ids": next_ids,
+            "chunk_positions": positions,
+            "chunk_slots": slots,
+        },
+        chunks=tuple(chunks),
+    )
+
+
+class StepProgram:
+    """One captured shape: static inputs and the graph over them."""
+
+    def __init__(
+        self, shape: StepShape, run: Callable[[StepProgram, StepExtent], None], device: Device
+    ) -> None:
+        def buffer(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device.torch_device)
+
+        bucket, chunk = shape.request_bucket, shape.chunk_rows
+        self.shape = shape
+        self.any_sampled = False
+        self.any_filtered = False
+        self.inputs = StepInputs(
+            rows=buffer(bucket),
+            host_limit=buffer(bucket),
+            is_decode=buffer(bucket, torch.bool),
+            is_final=buffer(bucket, torch.bool),
+            final_rows=buffer(bucket),
+            draft_budget=buffer(1),
+            chunk_ids=buffer(chunk),
+            chunk_next_ids=buffer(chunk),
+            chunk_positions=buffer(chunk),
+            chunk_slots=buffer(chunk),
+        )
+        self.graph: Graph = device.capture(lambda extent: run(self, extent))
+
+    def fill(self, host: HostInputs) -> None:
+        """Copy a plan's arrays into the static buffers; runs on the stream."""
+        for name, array in host.arrays.items():
+            getattr(self.inputs, name).copy_(torch.from_numpy(array), non_blocking=True)
+        device = self.inputs.rows.device
+        self.inputs.chunks = tuple(
+            ChunkRows(first_row=first, num_rows=count, start=start, pages=torch.from_numpy(pages).to(device))
+            for first, count, start, pages in host.chunks
+        )

@@ -1,0 +1,193 @@
+"""One rank's executor: composes model, KV, drafter, sampling and the four verbs into the step that graphs capture.
+
+* Keep `run_step` a straight line: no modes, no algorithm names, no host reads.
+* Whatever differs between steps is a shape, a buffer or a number in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import numpy as np
+import torch
+
+from core.devices.base import Device
+from core.engine.feedback import InFlight, ResultRing, StepTensors
+from core.engine.graphs import HostInputs, StepProgram, host_inputs
+from core.engine.plan import StepExtent, StepPlan, StepResult, StepShape
+from core.engine.request_state import RequestState
+from core.kvcache.storage import KVStorage
+from core.models.base import TargetModel
+from core.parallel import RankGroup
+from core.sampling import sample
+from core.spec.speculator import Arrangement, Speculator
+from core.spec.verify import Verdict
+
+
+class Worker:
+    """Executes plans in order. Owns the device-side state of all sequences."""
+
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        speculator: Speculator,
+        storage: KVStorage,
+        state: RequestState,
+        device: Device,
+        group: RankGroup,
+        lag: int,
+        max_seqs: int,
+        capture_on_demand: bool,
+    ) -> None:
+        self.model = model
+        self.speculator = speculator
+        self.storage = storage
+        self.state = state
+        self.device = device
+        self.group = group
+        self._target_caches = storage.layers[: len(model.kv_layers)]
+        self._draft_caches = storage.layers[len(model.kv_layers) :]
+        self._ring = ResultRing(lag=lag, max_seqs=max_seqs, draft_width=speculator.width, device=device)
+        self._programs: dict[StepShape, StepProgram] = {}
+        self._capture_on_demand = capture_on_demand
+        self._results: StepTensors | None = None  # of the step that the stream ran last
+
+    # -- host --------------------------------------------------------------------------------------------------
+
+    def warm_up(
+        self, shapes: Iterable[StepShape], extent: StepExtent, report: Callable[[StepShape], None]
+    ) -> None:
+        """Capture every shape and run it once on padding, which touches nothing but the dummy page."""
+        for shape in shapes:
+            idle = host_inputs_of_padding(shape, self.state.pad_row, self.storage.page_size)
+            rows = min(self.speculator.width + 1, max(shape.target_rows, 1))
+            self.device.run(
+                partial(
+                    self._capture,
+                    shape,
+                    idle,
+                    StepExtent(context_pages=extent.context_pages, rows_per_sequence=rows),
+                )
+            )
+            self.device.record().wait()
+            report(shape)
+
+    def _capture(self, shape: StepShape, idle: HostInputs, extent: StepExtent) -> None:
+        program = self._programs[shape] = StepProgram(shape, self.run_step, self.device)
+        program.fill(idle)
+        program.graph.replay(extent)
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Order one step on the stream and return at once."""
+        plan = self.group.share_plan(plan)
+        host = host_inputs(plan, pad_row=self.state.pad_row, page_size=self.storage.page_size)
+        slot = self._ring.slot_of(plan.step)
+        self.device.run(lambda: self._execute(plan, host, slot))
+        return InFlight(plan=plan, slot=slot, event=self.device.record())
+
+    def retire(self, launched: InFlight) -> StepResult:
+        """Wait for a launched step and bring its results to the host."""
+        return self._ring.retire(launched)
+
+    def reset(self) -> None:
+        """Forget every sequence on the device: calibration leaves nothing that a served request could see."""
+        self.device.run(self.state.clear)
+        self.device.record().wait()
+
+    # -- stream ------------------------------------------------------------------------------------------------
+
+    def _execute(self, plan: StepPlan, host: HostInputs, slot: int) -> None:
+        self.state.admit(plan.admissions)
+        self.state.append_pages(plan.page_updates)
+        program = self._program(plan.shape)
+        program.fill(host)
+        program.any_sampled, program.any_filtered = plan.any_sampled, plan.any_filtered
+        program.graph.replay(plan.extent)
+        if plan.shape.request_bucket:
+            assert self._results is not None
+            self._ring.copy_in(slot, self._results)
+
+    def _program(self, shape: StepShape) -> StepProgram:
+        program = self._programs.get(shape)
+        if program is None:
+            assert self._capture_on_demand, f"{shape} was not captured at startup"
+            program = self._programs[shape] = StepProgram(shape, self.run_step, self.device)
+        return program
+
+    def run_step(self, program: StepProgram, extent: StepExtent) -> None:
+        """The captured function: arrange, target, verify, agree, commit, publish, propose."""
+        shape, inputs, spec, state = program.shape, program.inputs, self.speculator, self.state
+        arranged = spec.arrange(state, inputs, shape, extent)
+        output = self.model.forward(arranged.batch, self._target_caches, feature_layers=spec.feature_layers)
+        if shape.request_bucket:
+            verdict = self._verify(program, arranged, output.hidden)
+            self._commit(program, arranged, verdict)
+        else:
+            verdict = spec.nothing_sampled(arranged)
+        spec.publish(
+            arranged,
+            verdict,
+            inputs,
+            hidden=output.hidden,
+            features=output.features,
+            caches=self._draft_caches,
+        )
+        if shape.propose_depth:
+            spec.propose(state, arranged, inputs, extent, self._draft_caches)
+        elif shape.request_bucket:
+            state.num_drafts.index_fill_(0, inputs.rows, 0)
+        self._results = StepTensors(
+            token_ids=verdict.token_ids,
+            num_emitted=verdict.num_emitted,
+            num_verified=arranged.lengths,
+            confidence=state.confidence[inputs.rows],
+        )
+
+    def _verify(self, program: StepProgram, arranged: Arrangement, hidden: torch.Tensor) -> Verdict:
+        shape, inputs, spec = program.shape, program.inputs, self.speculator
+        logits = self.model.logits(hidden[spec.logit_rows(arranged, inputs, shape)])
+        rows = inputs.rows[arranged.sequence]
+        positions = arranged.batch.positions[: shape.target_rows]
+        if shape.chunk_rows:
+            rows = torch.cat((rows, inputs.rows))
+            positions = torch.cat((positions, arranged.positions))
+        drawn = sample(
+            logits,
+            self.state.sampling(rows),
+            positions + 1,
+            any_sampled=program.any_sampled,
+            any_filtered=program.any_filtered,
+        )
+        return spec.verify(self.group.agree(drawn), arranged, inputs, shape)
+
+    def _commit(self, program: StepProgram, arranged: Arrangement, verdict: Verdict) -> None:
+        """Move anchors over what was accepted; everything behind it is simply overwritten later."""
+        rows, state = program.inputs.rows, self.state
+        last = verdict.token_ids.gather(1, verdict.num_accepted[:, None])[:, 0]
+        anchors = torch.where(arranged.active, last, state.anchor_ids[rows])
+        state.anchor_ids.index_copy_(0, rows, anchors)
+        state.positions.index_copy_(0, rows, arranged.positions + verdict.num_emitted)
+
+
+def host_inputs_of_padding(shape: StepShape, pad_row: int, page_size: int) -> HostInputs:
+    """Inputs of a step in which every row is padding."""
+    bucket, chunk = shape.request_bucket, shape.chunk_rows
+    dummy = np.arange(chunk, dtype=np.int64) % page_size
+    zeros = np.zeros(bucket, np.int64)
+    return HostInputs(
+        arrays={
+            "rows": np.full(bucket, pad_row, np.int64),
+            "host_limit": zeros,
+            "is_decode": np.zeros(bucket, bool),
+            "is_final": np.zeros(bucket, bool),
+            "final_rows": zeros,
+            "draft_budget": np.array([shape.target_rows], np.int64),
+            "chunk_ids": np.zeros(chunk, np.int64),
+            "chunk_next_ids": np.zeros(chunk, np.int64),
+            "chunk_positions": np.zeros(chunk, np.int64),
+            "chunk_slots": dummy,
+        },
+        chunks=(),
+    )
