@@ -33,6 +33,8 @@ __all__ = [
     "CostProfile",
     "CostProfiles",
     "LoadedCosts",
+    "bundle_from_json",
+    "canonical_sha256",
     "check_output_path",
     "load_costs",
     "profiles_of",
@@ -104,8 +106,8 @@ def load_costs(
         node.refuse("must be a cost bundle or a cost table")
     if "mode" in content:
         raise ConfigError(
-            f"{path}: $.mode is {content['mode']!r}: costs of adaptive draft steps are measured at every start "
-            "and never loaded; give a cost bundle of adaptive_target_verify"
+            f"{path}: $.mode is {content['mode']!r}: costs of adaptive draft steps are measured at every "
+            "start and never loaded; give a cost bundle of adaptive_target_verify"
         )
     if "model" in content and "profiles" not in content:
         return _load_bare(node, draft_width=draft_width, compatibility=compatibility)

@@ -26,8 +26,8 @@ def check_output_path(path: Path | str) -> str | None:
 def write_exclusive(path: Path | str, text: str) -> None:
     """Create `path` with `text` completely or not at all, and never over an existing file.
 
-    Written under a temporary name in the same directory, synced, then linked to the final name, which fails if
-    that was taken meanwhile. A failure is a CalibrationError (exit code 7) that names the path.
+    Written under a temporary name in the same directory, synced, then linked to the final name, which fails
+    if that was taken meanwhile. A failure is a CalibrationError (exit code 7) that names the path.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
