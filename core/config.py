@@ -15,7 +15,7 @@ DeviceKind = Literal["cpu", "cuda", "npu"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """`path` is a Hugging Face directory, or None for the built-in model (converted into the user's cache)."""
+    """`path` is a Hugging Face directory, or None for the built-in model (converted into a cache)."""
 
     path: Path | None
     served_name: str
@@ -48,7 +48,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextConfig:
-    """One calibration context: synthetic prompts of `prefill_tokens`, valid for KV lengths in the interval."""
+    """One calibration context: prompts of `prefill_tokens`, valid for KV lengths in the interval."""
 
     prefill_tokens: int
     min_kv_length: int
@@ -134,7 +134,8 @@ class EngineConfig:
     parallel: ParallelConfig
     device: DeviceConfig
     server: ServerConfig
-    sources: dict[str, str] = field(default_factory=dict)  # flag name -> command line, environment, file, default
+    # flag name -> command line, environment, file, default
+    sources: dict[str, str] = field(default_factory=dict)
 
     @property
     def draft_width(self) -> int:

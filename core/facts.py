@@ -20,6 +20,8 @@ from core.config import DeviceKind
 from core.errors import ConfigError
 from core.models.builtin import find_gguf
 from core.options import LaunchOptions
+from core.spec import json_reader
+from core.spec.exclusive_file import check_output_path
 
 # What of the built-in model's config.json matters before the model is converted.
 BUILTIN_CONFIG: Mapping[str, Any] = {
@@ -46,9 +48,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A JSON file that a flag names. `content` is None if `problem` says why it could not be read."""
+    """A JSON file that a flag names. `problem` says why it could not be read, if it could not."""
 
-    path: Path
+    source: str  # as the flag has it
     content: Any = None
     problem: str = ""
 
@@ -119,24 +121,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
     elif not path.is_dir():
         problem = "is a file: name the Hugging Face directory that holds config.json and *.safetensors"
     else:
-        document = read_json(path / "config.json")
-        if isinstance(document.content, dict):
-            return Checkpoint(path=path, config=document.content)
-        fault = document.problem or "is not a JSON object"
-        problem = f"is no usable model directory: config.json {fault}"
+        try:
+            config = json.loads((path / "config.json").read_bytes())
+        except OSError as error:
+            problem = f"is no model directory: its config.json cannot be read ({error.strerror})"
+        except (ValueError, RecursionError) as error:
+            problem = f"is no model directory: its config.json is not valid JSON ({error})"
+        else:
+            if isinstance(config, dict):
+                return Checkpoint(path=path, config=config)
+            problem = "is no model directory: its config.json is not an object"
     return Checkpoint(path=path, config=None, problem=problem)
-
-
-def read_json(path: Path) -> Document:
-    """Read a JSON file; any fault becomes `problem`."""
-    try:
-        return Document(path=path, content=json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return Document(path=path, problem="does not exist")
-    except OSError as error:
-        return Document(path=path, problem=f"cannot be read: {error.strerror}")
-    except (ValueError, RecursionError) as error:
-        return Document(path=path, problem=f"is not valid JSON: {error}")
 
 
 def find_devices() -> tuple[tuple[DeviceKind, ...], dict[str, str]]:
@@ -207,19 +202,16 @@ def _find_draft(options: LaunchOptions) -> Checkpoint | None:
 
 
 def _output_problem(name: str | None) -> str:
-    if name is None:
-        return ""
-    from core.spec.cost_table import check_output_path
-
-    try:
-        check_output_path(Path(name).expanduser())
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return "" if name is None else check_output_path(Path(name).expanduser()) or ""
 
 
 def _read_document(name: str | None) -> Document | None:
-    return None if name is None else read_json(Path(name).expanduser())
+    if name is None:
+        return None
+    try:
+        return Document(source=name, content=json_reader.read_json(Path(name).expanduser()).value)
+    except ConfigError as error:
+        return Document(source=name, problem=str(error))
 
 
 def _hub_cache() -> Path:

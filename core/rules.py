@@ -167,7 +167,8 @@ def width(options: LaunchOptions, facts: Facts) -> Iterator[str]:
     tokens = draft_width(options)
     if options.enable_adaptive_target_verify and tokens not in ADAPTIVE_WIDTHS and tokens >= 1:
         yield (
-            f"num_speculative_tokens={tokens} does not work with enable_adaptive_target_verify=true: use 5 or 7"
+            f"num_speculative_tokens={tokens} does not work with enable_adaptive_target_verify=true: "
+            "use 5 or 7"
         )
     block = _draft_config(options, facts).get("block_size")
     if options.speculative_algorithm == "DSpark" and isinstance(block, int) and tokens > block:
@@ -279,7 +280,8 @@ def ranks(options: LaunchOptions, facts: Facts) -> Iterator[str]:
     if world >= 1 and shards >= 1 and world % shards:
         yield (
             f"{shown(options, 'dp_size')} times {shown(options, 'cp_size')} does not divide the "
-            f"{world} rank(s) of {shown(options, 'nnodes')} and {shown(options, 'nproc_per_node')}: change one of them"
+            f"{world} rank(s) of {shown(options, 'nnodes')} and {shown(options, 'nproc_per_node')}: "
+            "change one of them"
         )
     host, _, port = options.master_node_addr.rpartition(":")
     if not host or not port.isdigit() or not 1 <= int(port) <= 65535:

@@ -38,7 +38,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "dashboards",
     ),
     "policies": (
+        "core.availability",
+        "core.calibration_files",
+        "core.calibration_plan",
+        "core.facts",
+        "core.models.builtin",
         "core.resolve",
+        "core.rules",
         "core.kvcache.pages",
         "core.engine.scheduler",
         "core.spec.allocation",
