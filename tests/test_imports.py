@@ -38,13 +38,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "dashboards",
     ),
     "policies": (
-        "core.availability",
-        "core.calibration_files",
-        "core.calibration_plan",
-        "core.facts",
-        "core.models.builtin",
-        "core.resolve",
-        "core.rules",
         "core.kvcache.pages",
         "core.engine.scheduler",
         "core.spec.allocation",
@@ -74,7 +67,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "models": ("core.models",),
     "speculation": ("core.spec.drafts", "core.spec.speculator", "core.spec.verify"),
     "engine": ("core.engine.loop", "core.engine.service", "core.engine.worker", "core.spec.calibration"),
-    "launch": ("core.launcher", "core.rank_main", "core.ranks"),
+    "launch": (
+        "core.availability",
+        "core.calibration_files",
+        "core.calibration_plan",
+        "core.facts",
+        "core.launcher",
+        "core.rank_main",
+        "core.ranks",
+        "core.resolve",
+        "core.rules",
+    ),
     "cli": ("xspec_cli",),
 }
 # Beside the layers: the server is a customer of the vocabulary only, and the launcher is its customer.
@@ -86,13 +89,28 @@ WITHOUT_TORCH = ("vocabulary", "policies", "launch", "cli")
 LOCAL_TORCH = ("core.spec.allocation", "xspec_cli")
 
 DEVICE_NAMES = {"cuda", "npu", "torch_npu"}
-MAY_NAME_DEVICES = ("core.devices", "core.config", "core.options", "core.resolve", "xspec_cli")
+MAY_NAME_DEVICES = (
+    "core.devices",
+    "core.config",
+    "core.options",
+    "core.facts",
+    "core.resolve",
+    "core.rules",
+    "xspec_cli",
+)
 
 READS_TENSORS = {"item", "tolist", "cpu"}
 # Retirement is the one place on the path of a step. Loading weights happens before there is a path.
 MAY_READ_TENSORS = ("core.engine.feedback", "core.models.weights", "core.models.builtin", "xspec_cli")
 
-MAY_READ_ENVIRONMENT = ("core.launcher", "core.ranks", "core.rank_main", "core.models.builtin", "xspec_cli")
+MAY_READ_ENVIRONMENT = (
+    "core.facts",
+    "core.launcher",
+    "core.ranks",
+    "core.rank_main",
+    "core.models.builtin",
+    "xspec_cli",
+)
 
 
 @cache
