@@ -70,7 +70,9 @@ class PagedRunner:
             return self.model.logits(self.run(**kwargs).hidden)  # type: ignore[arg-type]
 
     def batch(self, *, decode: list[Rows], chunks: list[Rows], padding: int) -> RaggedBatch:
-        ids, positions, slots = [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for rows in decode:
             self._place(rows, ids, positions, slots)
         ids += [0] * padding

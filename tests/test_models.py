@@ -21,7 +21,7 @@ from tests.tiny import tiny_llama_config, write_tensors, write_tiny_llama
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "grouped heads": {},
     "tied": {"tie_word_embeddings": True},
     "attention bias": {"attention_bias": True},
