@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,9 +24,13 @@ from core.options import RETIRED_FLAGS, Flag, FlagValue, Group, flag_table
 from xspec_cli.sources import Launch, collect
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from core.config import EngineConfig
 
-__all__ = ["Launch", "LaunchCommand", "exit_with", "launch_options", "resolve_or_exit"]
+__all__ = ["Launch", "LaunchCommand", "exit_with", "launch_options", "resolve_or_exit", "wide_console"]
+
+PIPE_WIDTH = 200
 
 
 class _FlagType(click.ParamType[FlagValue]):
@@ -57,6 +62,11 @@ class LaunchOption(click.Option):
             help=flag_help(flag),
         )
         self.group = flag.group
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        # "--flag[=true|false]": the value goes behind an equals sign only.
+        return None if record is None else (record[0].replace(" [=", "[="), record[1])
 
 
 class LaunchCommand(click.Command):
@@ -165,6 +175,13 @@ def resolve_or_exit(launch: Launch) -> EngineConfig:
         return resolve(launch.options, gather_facts(launch.options), launch.sources)
     except XspecError as error:
         exit_with(error)
+
+
+def wide_console() -> Console:
+    """Stdout for tables: as wide as the terminal, and never folded for a pipe."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def exit_with(error: XspecError) -> NoReturn:
