@@ -74,7 +74,7 @@ class AcceptanceWindows:
         return len(self._observed[position - 1])
 
     def prefix_acceptance(self) -> list[float]:
-        """P(all of positions 1..j accepted), j = 1..max_depth: never rising, extrapolated where unobserved."""
+        """P(all of positions 1..j accepted), j = 1..K: never rising, extrapolated where unobserved."""
         if not self._observed[0]:
             return [1.0] * self.max_depth  # optimism until something was seen
         rates = [1.0]  # P[0]
