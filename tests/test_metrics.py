@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,9 +23,14 @@ from tests.promtool import run_promtool
 WIDTH = 7
 
 
-def make_metrics(**settings: object) -> ServerMetrics:
-    base = {"model_name": "tiny", "max_draft_tokens": WIDTH, "max_model_len": 4096, "drafter": "DSpark"}
-    return ServerMetrics(**{**base, **settings})  # type: ignore[arg-type]
+def make_metrics(**settings: Any) -> ServerMetrics:
+    base: dict[str, Any] = {
+        "model_name": "tiny",
+        "max_draft_tokens": WIDTH,
+        "max_model_len": 4096,
+        "drafter": "DSpark",
+    }
+    return ServerMetrics(**{**base, **settings})
 
 
 def scrape(metrics: ServerMetrics) -> Snapshot:
@@ -35,11 +41,11 @@ def anomalies(snapshot: Snapshot) -> float:
     return snapshot.sum("xspec_metrics_anomalies_total")
 
 
-def step_of(sequences: list[tuple[int, int, int, bool]], step: int = 1, **fields: object) -> StepStats:
+def step_of(sequences: list[tuple[int, int, int, bool]], **fields: Any) -> StepStats:
     """Count a step of sequences (verified, accepted, truncated, already finished) as the engine does."""
     running = [s for s in sequences if not s[3]]
     stats = StepStats(
-        step=step,
+        step=1,
         num_sequences=len(sequences),
         prefill_tokens=0,
         proposed=WIDTH * len(running),
@@ -72,7 +78,7 @@ def sequence(draw: st.DrawFn) -> tuple[int, int, int, bool]:
 def test_tokens_are_conserved(steps: list[list[tuple[int, int, int, bool]]]) -> None:
     metrics = make_metrics()
     for index, sequences in enumerate(steps):
-        metrics.observe_step(step_of(sequences, index))
+        metrics.observe_step(step_of(sequences, step=index))
     after = scrape(metrics)
     total = {
         name: after.sum(f"xspec_spec_{name}_tokens_total")
@@ -135,9 +141,14 @@ def test_an_output_without_tokens_is_no_event() -> None:
     assert scrape(metrics).sum("xspec_generation_tokens_total") == before.sum("xspec_generation_tokens_total")
 
 
-def finish(metrics: ServerMetrics, reason: str = "stop", **fields: object) -> None:
-    base = {"prompt_tokens": 10, "cached_tokens": 4, "generation_tokens": 3, "duration_seconds": 0.2}
-    metrics.request_finished(reason, **{**base, **fields})  # type: ignore[arg-type]
+def finish(metrics: ServerMetrics, reason: str = "stop", **fields: Any) -> None:
+    base: dict[str, Any] = {
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "generation_tokens": 3,
+        "duration_seconds": 0.2,
+    }
+    metrics.request_finished(reason, **{**base, **fields})
 
 
 def test_request_accounting() -> None:
@@ -165,7 +176,7 @@ def test_request_accounting() -> None:
     assert anomalies(after) == 0
 
 
-def decide(metrics: ServerMetrics, target_rows: int, bucket: int = 4, **fields: object) -> None:
+def decide(metrics: ServerMetrics, target_rows: int, bucket: int = 4, **fields: Any) -> None:
     rows = {"request_bucket": bucket, "full_width_rows": bucket * (WIDTH + 1), "decided": True}
     metrics.observe_step(step_of([], target_rows=target_rows, **{**rows, **fields}))
 
@@ -353,7 +364,7 @@ def test_bucket_bounds() -> None:
 
 def test_quantiles_come_from_bucket_differences() -> None:
     metrics = make_metrics(buckets={"xspec_request_duration_seconds": [1, 2, 4]})
-    for seconds in (9, 9, 9):
+    for seconds in (9.0, 9.0, 9.0):
         finish(metrics, duration_seconds=seconds)
     earlier = scrape(metrics)
     assert earlier.quantile(0.5, "xspec_request_duration_seconds") == 4, "beyond the last bound"
