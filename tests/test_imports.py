@@ -106,6 +106,7 @@ MAY_READ_TENSORS = ("core.engine.feedback", "core.models.weights", "core.models.
 MAY_READ_ENVIRONMENT = (
     "core.facts",
     "core.launcher",
+    "core.logs",
     "core.ranks",
     "core.rank_main",
     "core.models.builtin",
