@@ -120,11 +120,7 @@ def _show_budget(decision: BudgetDecision, title: str, console: Console) -> None
         return
     table = _table(title, "rows G", "expected tokens", "cost ms", "tokens/s", "")
     for c in decision.candidates:
-        mark = (
-            "chosen"
-            if c is decision.chosen
-            else _behind(c.tokens_per_second, decision.chosen.tokens_per_second)
-        )
+        mark = "chosen" if c is best else _behind(c.tokens_per_second, best.tokens_per_second)
         table.add_row(
             str(c.target_rows),
             f"{c.expected_tokens:.4f}",
@@ -135,8 +131,8 @@ def _show_budget(decision: BudgetDecision, title: str, console: Console) -> None
     console.print(table)
     _say(
         console,
-        f"{best.target_rows} rows win: {best.expected_tokens:.4f} tokens in {best.cost_ms:.4f} ms is the highest "
-        "predicted throughput; ties go to fewer rows",
+        f"{best.target_rows} rows win: {best.expected_tokens:.4f} tokens in {best.cost_ms:.4f} ms is the "
+        "highest predicted throughput; ties go to fewer rows",
     )
 
 

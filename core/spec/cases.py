@@ -1,7 +1,7 @@
 """Policy cases as JSON: a hand-written situation or a decision-log line, answered by the code serving runs.
 
-One case: `{"kind": ..., "input": {...}}`; other keys beside them (a name, a log's outcome) are left alone. Kinds:
-verify_budget, prefix_allocation, prefix_acceptance, draft_depth, cost_fit. `xspec explain` prints the answers.
+One case: `{"kind": ..., "input": {...}}`; other keys beside them (a name, a log's outcome) are left alone.
+Kinds: verify_budget, prefix_allocation, prefix_acceptance, draft_depth, cost_fit. The CLI prints the answers.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def _bare_costs(node: JsonNode, draft_width: int) -> CostModel:
 def _check_width(node: JsonNode, saved: int, draft_width: int) -> None:
     if saved != draft_width:
         raise ConfigError(
-            f"{node.source}: {node.path}.draft_width is {saved} but the case has draft_width {draft_width}: costs "
-            "of different widths never mix"
+            f"{node.source}: {node.path}.draft_width is {saved} but the case has draft_width {draft_width}: "
+            "costs of different widths never mix"
         )
 
 
