@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,7 +94,7 @@ class Rig:
 
     def __init__(
         self,
-        directory: Path,
+        model_directory: Path,
         *,
         script: Callable[[Request], list[list[int]]] | None = None,
         adaptive: bool = False,
@@ -102,11 +103,13 @@ class Rig:
     ) -> None:
         config = make_config(adaptive=adaptive, max_queue=max_queue)
         self.metrics = ServerMetrics(model_name="tiny", max_draft_tokens=7, max_model_len=MAX_MODEL_LEN)
-        to_engine, from_engine = f"ipc://{directory}/to", f"ipc://{directory}/from"
+        # Not under pytest's directory: socket paths have room for about a hundred characters.
+        self._sockets = tempfile.TemporaryDirectory(prefix="xspec-test-")
+        to_engine, from_engine = f"ipc://{self._sockets.name}/to", f"ipc://{self._sockets.name}/from"
         self.socket = bind_socket("127.0.0.1", 0)
         self.socket_port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.socket_port}"
-        self._text = TextProcessor(write_text_model(directory / "model"))
+        self._text = TextProcessor(write_text_model(model_directory))
         self._config = config
         self._up = threading.Event()
         self._thread = threading.Thread(
@@ -154,6 +157,7 @@ class Rig:
         self.call(self._stop.set)
         self._thread.join(timeout=10)
         self.engine.stop()
+        self._sockets.cleanup()
         assert not self._thread.is_alive()
 
     def chat(self, **fields: Any) -> httpx.Response:
@@ -198,9 +202,7 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
     def make(**options: Any) -> Rig:
-        directory = tmp_path / str(len(rigs))
-        directory.mkdir()
-        rigs.append(Rig(directory, **options))
+        rigs.append(Rig(tmp_path / str(len(rigs)), **options))
         return rigs[-1]
 
     yield make
@@ -634,6 +636,8 @@ def test_one_line_per_request_without_its_text(make_rig: Callable[..., Rig]) -> 
             json={"model": "tiny", "prompt": "secret words", "stream": True},
             headers={"X-Request-Id": "mine"},
         )
+        # The line is written once the response has left.
+        rig.until(lambda: any(entry["event"] == "request.finished" for entry in logs))
     lines = [entry for entry in logs if entry["event"] == "request.finished"]
     assert len(lines) == 1
     line = lines[0]

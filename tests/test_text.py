@@ -205,6 +205,27 @@ def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
         assert TextProcessor(tmp_path).render_chat(messages, add_generation_prompt=prompt) == expected
 
 
+def test_the_built_in_model_tokenizes_and_renders_as_in_transformers() -> None:
+    builtin = pytest.importorskip("core.models.builtin")
+    directories = sorted(builtin.cache_root().glob("SmolLM2*/tokenizer.json"))
+    if not directories:
+        pytest.skip("the built-in model is not in the cache")
+    transformers = pytest.importorskip("transformers")
+    directory = directories[0].parent
+    text, oracle = TextProcessor(directory), transformers.AutoTokenizer.from_pretrained(directory)
+    conversations: list[list[dict[str, str]]] = [
+        [{"role": "user", "content": "What is 2+2? <|im_end|> é 👋"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  hi\n"}],
+    ]
+    for messages in conversations:
+        expected = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text.render_chat(messages) == expected
+        ids = text.encode(expected, add_special_tokens=False)
+        assert ids == oracle.encode(expected, add_special_tokens=False)
+        assert text.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert oracle.eos_token_id in text.eos_token_ids
+
+
 def test_templates_refuse_and_are_sandboxed(tmp_path: Path) -> None:
     write_text_model(tmp_path)
     for source, match in [
