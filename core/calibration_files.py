@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from core.config import CalibrationConfig, ContextConfig, EngineConfig
 from core.errors import ConfigError
 from core.facts import Document
+from core.options import RETIRED_FLAGS
 from core.spec.calibration_config import parse_calibration_overrides
 from core.spec.cost_bundle import CostBundle, bundle_from_json, canonical_sha256
 from core.spec.cost_table import LEGACY_DRAFT_WIDTH, bare_table_from_json
@@ -196,4 +197,11 @@ _PLAIN_KEYS = ("model", "warmup_steps", "window_steps", "windows_per_point", "to
 
 
 def _node(document: Document, flag: str) -> JsonNode:
+    """The document's content; a retired name in it is refused here, since readers only know it as unknown."""
+    if isinstance(document.content, dict):
+        for name in RETIRED_FLAGS.keys() & document.content.keys():
+            raise ConfigError(
+                f"{flag}={document.source}: $.{name} is a retired name and has no effect: use the flag "
+                f"{RETIRED_FLAGS[name]}"
+            )
     return JsonNode(document.content, f"{flag}={document.source}")

@@ -20,8 +20,8 @@ HEAD = """\
 
 Written by `python -m xspec_cli.reference`; do not edit.
 
-Flags are spelled with underscores or dashes alike (`--num_speculative_tokens 5`, `--num-speculative-tokens=5`). A
-boolean takes `=true`, `=false` or nothing. A value comes from the command line, else from the variable
+Flags are spelled with underscores or dashes (`--num_speculative_tokens 5`, `--num-speculative-tokens=5`).
+A boolean takes `=true`, `=false` or nothing. A value comes from the command line, else from the variable
 `XSPEC_<FLAG>`, else from the TOML file that `--config` names (keys are flag names), else from the default;
 `xspec config show` prints which.
 """
