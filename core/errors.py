@@ -60,7 +60,9 @@ class EngineFailed(XspecError):
 class RequestRejected(XspecError):
     """A request is refused before execution. `param` names the field; `status` is the HTTP status."""
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status

@@ -40,51 +40,51 @@ def sample(
     if not any_sampled:
         return greedy
     uniform = counter_uniform(rows.seed, positions)
-    # Greedy rows go through with temperature 1: finite, and thrown away below.
-    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
-    # Subtracting the maximum first keeps tiny temperatures finite.
-    scaled = logits.float()
-    scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / temperature[:, None]
-    drawn = _draw_filtered(scaled, rows, uniform) if any_filtered else _draw(scaled.softmax(dim=-1), uniform)
+    drawn = _draw(_weights(logits, rows, any_filtered=any_filtered), uniform)
     return torch.where(rows.temperature > 0, drawn, greedy)
 
 
 def token_probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The distribution that `sample` draws from, [N, V] float64; greedy rows are one-hot. For tests and tools."""
+    weights = _weights(logits, rows, any_filtered=True).double()
+    greedy = torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double()
+    return torch.where(rows.temperature[:, None] > 0, weights / weights.sum(-1, keepdim=True), greedy)
+
+
+def _weights(logits: torch.Tensor, rows: SamplingRows, *, any_filtered: bool) -> torch.Tensor:
+    """Unnormalised probabilities [N, V] float32 in vocabulary order, 0 for what the filters remove.
+
+    A row without filters gets the same bits whether or not its batch has some: draws don't depend on neighbours.
+    """
+    # Greedy rows go through with temperature 1: finite, and thrown away by the caller.
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+    # Subtracting the maximum first keeps tiny temperatures finite.
     scaled = logits.float()
     scaled = (scaled - scaled.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    weights = scaled.softmax(dim=-1)
+    return weights * _kept(scaled, rows) if any_filtered else weights
+
+
+def _kept(scaled: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Which tokens [N, V] bool survive top-k, top-p and min-p; the likeliest always does."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    kept = torch.zeros_like(ordered).scatter_(1, order, _filtered(ordered, rows)).double()
-    greedy = torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double()
-    return torch.where(rows.temperature[:, None] > 0, kept / kept.sum(-1, keepdim=True), greedy)
-
-
-def _draw_filtered(scaled: torch.Tensor, rows: SamplingRows, uniform: torch.Tensor) -> torch.Tensor:
-    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    index = _draw(_filtered(ordered, rows), uniform)
-    return order.gather(1, index[:, None])[:, 0]
-
-
-def _filtered(ordered: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Unnormalised probabilities of descending scaled logits [N, V] after the filters; the first one always stays."""
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     in_top_k = (rank < rows.top_k[:, None]) | (rows.top_k[:, None] == 0)
     probs = ordered.masked_fill(~in_top_k, float("-inf")).softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    keep = (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1.0)
+    keep = in_top_k & ((before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1.0))
     keep &= probs >= rows.min_p[:, None] * probs[:, :1]
     keep[:, 0] = True
-    return probs * keep
+    return torch.empty_like(keep).scatter_(1, order, keep)
 
 
 def _draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Inverse of the cumulative distribution: weights [N, V] >= 0 need not be normalised; uniform [N] in [0, 1)."""
     cumulative = weights.double().cumsum(dim=-1)
-    threshold = uniform[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    total = cumulative[:, -1:].contiguous()
+    index = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)[:, 0]
     # Rounding may put the threshold on the total: the last token with weight, not one behind it.
-    last = torch.searchsorted(cumulative, cumulative[:, -1:], right=False)[:, 0]
+    last = torch.searchsorted(cumulative, total, right=False)[:, 0]
     return torch.minimum(index, last)
 
 

@@ -44,3 +44,20 @@ class RaggedBatch:
     @property
     def num_rows(self) -> int:
         return self.input_ids.shape[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """Static input buffers of one captured shape; the host fills them before each replay."""
+
+    rows: torch.Tensor  # [B] int64: req_idx of each sampling sequence, the padding row behind them
+    host_limit: torch.Tensor  # [B] int64: the plan's draft limits
+    is_decode: torch.Tensor  # [B] bool: has an anchor on the device
+    is_final: torch.Tensor  # [B] bool: its last prompt row is in this step
+    final_rows: torch.Tensor  # [B] int64: that row, counted over all T rows
+    draft_budget: torch.Tensor  # [1] int64: G - N, draft rows that fit behind the anchors
+    chunk_ids: torch.Tensor  # [C] int64, padded
+    chunk_next_ids: torch.Tensor  # [C] int64: the prompt token behind each row
+    chunk_positions: torch.Tensor  # [C] int64
+    chunk_slots: torch.Tensor  # [C] int64, padding in the dummy page
+    chunks: tuple[ChunkRows, ...] = ()

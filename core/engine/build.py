@@ -103,7 +103,7 @@ def assemble(config: EngineConfig, report: Report = no_report) -> Engine:
         page_size=config.cache.page_size,
     )
     report("kv", "", 0, 1)
-    loop = _wire(config, model, speculator, device, dtype, eos_token_ids(target_path))
+    loop = wire(config, model, speculator, device, dtype, eos_token_ids(target_path))
     report("kv", f"{loop.scheduler.pages.capacity} pages of {config.cache.page_size} tokens", 1, 1)
     return Engine(
         config=config,
@@ -169,7 +169,7 @@ def _load_drafter(
     return drafter
 
 
-def _wire(
+def wire(
     config: EngineConfig,
     model: TargetModel,
     speculator: Speculator,

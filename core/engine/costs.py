@@ -20,6 +20,7 @@ from core.spec.cost_table import (
     CostProfile,
     CostProfiles,
     load_costs,
+    profiles_of,
     write_bundle,
 )
 from core.spec.costs import fit_costs, shape_report
@@ -115,7 +116,7 @@ def _measure(
         write_bundle(spec.cost_table_output, bundle)
         logger.info("adaptive.cost_table_written", path=str(spec.cost_table_output))
     missing = [p.point for p in probed if p.sample is None]
-    return bundle.cost_profiles(), {
+    return profiles_of(bundle), {
         **to_plain(calibration),
         "fit": [
             {"max_relative_error": p.max_relative_error, "mean_relative_error": p.mean_relative_error}

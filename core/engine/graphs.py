@@ -13,15 +13,8 @@ import numpy as np
 import torch
 
 from core.devices.base import Device, Graph
-from core.engine.batch import ChunkRows
+from core.engine.batch import ChunkRows, StepInputs
 from core.engine.plan import StepExtent, StepPlan, StepShape
-from core.spec.speculator import StepInputs
-
-
-def request_buckets(limit: int) -> tuple[int, ...]:
-    """Powers of two below `limit`, and `limit`."""
-    powers = [1 << i for i in range(limit.bit_length()) if 1 << i < limit]
-    return (*powers, limit)
 
 
 def chunk_buckets(limit: int) -> tuple[int, ...]:

@@ -65,7 +65,6 @@ class EngineLoop:
         pipeline_full = len(self.in_flight) >= self.lag
         result = self.worker.retire(self.in_flight.popleft())
         interval = self._clock.observe(result.plan, time.perf_counter(), pipeline_full=pipeline_full)
-        preemptions = self.scheduler.num_preemptions
         outputs, kept = self.scheduler.apply(result)
         self.speculator.observe(result)
         stats = step_stats(
@@ -77,7 +76,7 @@ class EngineLoop:
         )
         stats.measured_seconds = interval
         stats.schedule_seconds = self._schedule_seconds.popleft()
-        stats.preemptions = self.scheduler.num_preemptions - preemptions
+        stats.preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0
         return StepOutcome(outputs=outputs, stats=stats, result=result, interval_seconds=interval)
 
     def drain(self) -> None:

@@ -93,7 +93,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in order of admission
-        self.num_preemptions = 0
+        self.num_preemptions = 0  # since whoever counts them last took them
         self.prefill_first = (
             False  # no decode rows while a prompt is unfinished: calibration fills batches so
         )
@@ -105,8 +105,6 @@ class Scheduler:
         self._ended: list[SequenceState] = []  # finished, pages still named by a launched step
         self._proposed_depth = 0
         self._starved = False  # a running sequence found no page in the plan being made
-
-    # -- intake ------------------------------------------------------------------------------------------------
 
     def refusal(self, request: Request) -> str | None:
         """Why this request can never run here, or None."""
@@ -148,8 +146,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._ended)
-
-    # -- planning ----------------------------------------------------------------------------------------------
 
     def plan(self, step: int, choose: ChooseBudget) -> StepPlan | None:
         """Plan step `step`, or None when nothing can run before more results retire.
@@ -334,8 +330,6 @@ class Scheduler:
             seq.has_drafts = plan.choice.propose_depth > 0
         if sampling:
             self._proposed_depth = plan.choice.propose_depth
-
-    # -- results -----------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult) -> tuple[list[RequestOutput], list[int]]:
         """Apply one retired step. Returns outputs, and per result row the tokens kept (-1: nobody's any more)."""

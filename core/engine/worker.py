@@ -54,8 +54,6 @@ class Worker:
         self._capture_on_demand = capture_on_demand
         self._results: StepTensors | None = None  # of the step that the stream ran last
 
-    # -- host --------------------------------------------------------------------------------------------------
-
     def warm_up(
         self, shapes: Iterable[StepShape], extent: StepExtent, report: Callable[[StepShape], None]
     ) -> None:
@@ -95,8 +93,6 @@ class Worker:
         """Forget every sequence on the device: calibration leaves nothing that a served request could see."""
         self.device.run(self.state.clear)
         self.device.record().wait()
-
-    # -- stream ------------------------------------------------------------------------------------------------
 
     def _execute(self, plan: StepPlan, host: HostInputs, slot: int) -> None:
         self.state.admit(plan.admissions)

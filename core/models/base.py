@@ -59,5 +59,7 @@ def model_class(config: dict[str, Any]) -> type:
         module, name = ARCHITECTURES[names[0]].split(":")
     except KeyError:
         known = ", ".join(ARCHITECTURES)
-        raise ModelLoadError(f"architecture {names[0]!r} in config.json is not supported; supported: {known}") from None
+        raise ModelLoadError(
+            f"architecture {names[0]!r} in config.json is not supported; supported: {known}"
+        ) from None
     return getattr(import_module(module), name)

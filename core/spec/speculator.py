@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from core.engine.batch import ChunkRows, DecodeRows, RaggedBatch
+from core.engine.batch import DecodeRows, RaggedBatch, StepInputs
 from core.engine.plan import BudgetChoice, DecodeRow, StepExtent, StepResult, StepShape
 from core.engine.request_state import RequestState
 from core.kvcache.storage import GroupedHeads, LayerCache
@@ -18,23 +18,6 @@ from core.spec.allocation import allocate, survival
 from core.spec.budgets import BudgetPolicy
 from core.spec.drafts.base import CommittedRows, Drafter, DraftRequest
 from core.spec.verify import Verdict, accept
-
-
-@dataclass(slots=True, kw_only=True)
-class StepInputs:
-    """Static input buffers of one captured shape; the host fills them before each replay."""
-
-    rows: torch.Tensor  # [B] int64: req_idx of each sampling sequence, the padding row behind them
-    host_limit: torch.Tensor  # [B] int64: the plan's draft limits
-    is_decode: torch.Tensor  # [B] bool: has an anchor on the device
-    is_final: torch.Tensor  # [B] bool: its last prompt row is in this step
-    final_rows: torch.Tensor  # [B] int64: that row, counted over all T rows
-    draft_budget: torch.Tensor  # [1] int64: G - N, draft rows that fit behind the anchors
-    chunk_ids: torch.Tensor  # [C] int64, padded
-    chunk_next_ids: torch.Tensor  # [C] int64: the prompt token behind each row
-    chunk_positions: torch.Tensor  # [C] int64
-    chunk_slots: torch.Tensor  # [C] int64, padding in the dummy page
-    chunks: tuple[ChunkRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +46,6 @@ class Speculator:
         self.feature_layers: tuple[int, ...] = drafter.feature_layers if drafter else ()
         self.kv_layers: list[GroupedHeads] = drafter.kv_layers if drafter else []
 
-    # -- host --------------------------------------------------------------------------------------------------
-
     def plan(
         self,
         *,
@@ -87,8 +68,6 @@ class Speculator:
     def observe(self, result: StepResult) -> None:
         """Feed one retired step back to the policy."""
         self.budget.observe(result)
-
-    # -- device ------------------------------------------------------------------------------------------------
 
     def arrange(
         self, state: RequestState, inputs: StepInputs, shape: StepShape, extent: StepExtent

@@ -38,7 +38,9 @@ class DraftRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftOutput:
     token_ids: torch.Tensor  # [B, W] int64, greedy
-    confidence: torch.Tensor  # [B, W] float32: P(draft j accepted | drafts before it accepted); NaN is possible
+    confidence: (
+        torch.Tensor
+    )  # [B, W] float32: P(draft j accepted | drafts before it accepted); NaN is possible
 
 
 class Drafter(Protocol):
