@@ -81,6 +81,7 @@ class FakeEngine:
     aborted: list[int] = field(default_factory=list)
     steps_of: dict[int, int] = field(default_factory=dict)
     fail_after_steps: int | None = None
+    refuse: str | None = None
 
     def __post_init__(self) -> None:
         self._running: dict[int, tuple[Request, list[Sequence[int]], int]] = {}
@@ -147,6 +148,11 @@ class FakeEngine:
 
     def _advance(self, request_id: int) -> RequestOutput:
         request, steps, done = self._running[request_id]
+        if self.refuse is not None:
+            del self._running[request_id]
+            return RequestOutput(
+                request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=self.refuse
+            )
         self.steps_of[request_id] = self.steps_of.get(request_id, 0) + 1
         tokens = list(steps.pop(0)) if steps else [EOS_TOKEN_ID]
         stop_id, reason = None, None

@@ -556,7 +556,7 @@ def test_engine_failure_ends_every_stream_with_an_error(make_rig: Callable[..., 
         whole = pool.submit(lambda: rig.complete(max_tokens=300))
         events = events_of(streamed.result())
         assert "scripted" in events[-1]["error"]["message"]
-        assert events[-1]["error"]["type"] == "server_error"
+        assert events[-1]["error"]["type"] == "service_unavailable"
         assert "[DONE]" not in events
         assert_error(whole.result(), 503)
         assert whole.result().headers["x-should-retry"] == "false"
@@ -566,6 +566,16 @@ def test_engine_failure_ends_every_stream_with_an_error(make_rig: Callable[..., 
     assert_error(response, 503)
     assert response.headers["x-should-retry"] == "false"
     assert "retry-after" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_refuses_is_an_answer_with_a_status(
+    make_rig: Callable[..., Rig], stream: bool
+) -> None:
+    rig = make_rig(refuse="needs more pages than there are")
+    for _ in range(2):
+        assert "more pages" in assert_error(rig.complete(stream=stream), 400, "prompt")["message"]
+    assert rig.sample("xspec_requests_finished_total", finish_reason="error") == 2
 
 
 def test_the_launcher_may_declare_the_engine_dead(make_rig: Callable[..., Rig]) -> None:

@@ -128,7 +128,7 @@ class Service:
         for prompt_ids in prompts:
             check_prompt_tokens(prompt_ids, self.rules, param=param)
             params.append(to_sampling_params(request, self.rules, prompt_tokens=len(prompt_ids)))
-        return self.frontend.submit(
+        generation = self.frontend.submit(
             prompts,
             params,
             text=self.text,
@@ -138,6 +138,8 @@ class Service:
             client_request_id=http.state.request_id,
             arrived=arrived,
         )
+        http.state.submitted = True  # from here on it is counted as a request, not as a refusal
+        return generation
 
     async def _respond(
         self, http: Request, request: GenerationRequest, answer: Answer, generation: Generation
@@ -154,10 +156,8 @@ class Service:
     def refuse(self, http: Request, error: XspecError) -> Response:
         """Turn an error that reached the edge into an answer."""
         if not isinstance(error, RequestRejected):
-            code = 503 if not self.frontend.is_alive else 500
-            headers = {} if self.frontend.is_alive else {"x-should-retry": "false"}
-            return _error(error_body(str(error), status=code), code, headers)
-        if route_template(http.scope) in GENERATING_ROUTES:
+            return _error(error_body(str(error), status=500), 500, {})
+        if route_template(http.scope) in GENERATING_ROUTES and not hasattr(http.state, "submitted"):
             reason = _REJECT_REASONS.get(error.code or "", "invalid" if error.status < 500 else "other")
             self.metrics.request_rejected(reason)
         headers = {}

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
-import structlog
 import zmq
 import zmq.asyncio
 
 from core.errors import EngineFailed, RequestRejected, XspecError
+from core.logs import get_logger
 from core.server import wire
 from core.server.generation import Choice, Delta, Generation
 from core.server.text import TextProcessor
 from core.types import FinishReason, Request, RequestOutput, SamplingParams
 from metrics.prometheus import ServerMetrics
 
-log = structlog.get_logger("xspec.server")
+log = get_logger("xspec.server")
 
 METRICS_STATE_OF_PHASE = {"load": "loading", "kv": "loading", "warmup": "warmup", "calibrate": "calibrating"}
 
@@ -94,7 +94,10 @@ class Frontend:
 
     async def stop(self) -> None:
         """Close the sockets. Streams that are still open end with an error."""
-        self._fail_streams("the server is shutting down")
+        self.drain()
+        self._fail_streams(
+            Unavailable("the server is shutting down", status=503, code="draining", retry_after=10)
+        )
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -128,7 +131,8 @@ class Frontend:
             self._set_state(EngineState.FAILED, phase="failed", detail=reason)
             log.error("engine.failed", reason=reason, open_requests=len(self._active))
             self._ready.set()
-        self._fail_streams(f"the engine failed: {reason}")
+        message = f"the engine failed: {reason}"
+        self._fail_streams(Unavailable(message, status=503, code="engine_failed", retry_after=None))
 
     @property
     def is_alive(self) -> bool:
@@ -273,7 +277,10 @@ class Frontend:
         if output.error is not None:
             choice.finish_reason = FinishReason.ERROR
             self._leave(choice, generation)
-            generation.put(EngineFailed(output.error))
+            # The engine refuses what can never run (its cache is too small) before it computes anything.
+            refused = choice.completion_tokens == 0
+            error = RequestRejected(output.error, param="prompt") if refused else EngineFailed(output.error)
+            generation.put(error)
             return
         delta = choice.take(output)
         self._count_tokens(choice, delta, arrived=generation.arrived)
@@ -295,8 +302,7 @@ class Frontend:
             self._metrics.output_interval(now - choice.last_token_at)
         choice.last_token_at = now
 
-    def _fail_streams(self, reason: str) -> None:
-        error: XspecError = EngineFailed(reason)
+    def _fail_streams(self, error: XspecError) -> None:
         for choice, generation in list(self._active.values()):
             choice.finish_reason = FinishReason.ERROR
             self._leave(choice, generation)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import structlog
-
-from core.errors import XspecError
+from core.errors import RequestRejected, XspecError
+from core.logs import get_logger
 from core.server.detokenizer import IncrementalDetokenizer, StopChecker
 from core.types import FinishReason, RequestOutput, SpecStats
 
-log = structlog.get_logger("xspec.server")
+log = get_logger("xspec.server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +175,7 @@ class Generation:
         reasons = {str(choice.finish_reason) for choice in self.choices}
         status = 499 if "abort" in reasons else 200
         if self.error is not None:
-            status = 500
+            status = self.error.status if isinstance(self.error, RequestRejected) else 500
         return {
             "choices": len(self.choices),
             "prompt_tokens": self.prompt_tokens,

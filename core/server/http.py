@@ -11,18 +11,18 @@ import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, TypeVar
 
-import structlog
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.errors import AddressInUse, ConfigError, RequestRejected
+from core.logs import get_logger
 from core.server.generation import Generation
 from core.server.responses import error_body, json_bytes
 from metrics.prometheus import ServerMetrics
 
-log = structlog.get_logger("xspec.server")
+log = get_logger("xspec.server")
 
 MAX_BODY_BYTES = 8 * 2**20
 # A client's own request id is kept if it is harmless in logs and headers.
@@ -74,8 +74,17 @@ class EventStream(Response):
             await until_disconnect(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        started = False
         async for chunk in self._events:
+            # Not before the first event: until then an error is an answer with a status of its own.
+            if not started:
+                start = {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+                await send(start)
+                started = True
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -83,13 +83,19 @@ class Answer(ABC):
         return {**self._head, "object": self.object_whole, "choices": choices, "usage": usage_of(generation)}
 
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Yield server-sent events, about one per engine output. An error is the last one, without [DONE]."""
+        """Yield server-sent events, about one per engine output.
+
+        An error before the first event is raised, so that the response can have its status; a later one is
+        the last event, without [DONE].
+        """
         opened: set[int] = set()
         try:
             async for delta in generation:
                 for choice in self._choices_of(delta, opened):
                     yield event(self._chunk(choice, generation))
         except XspecError as error:
+            if not opened:
+                raise
             status = error.status if isinstance(error, RequestRejected) else 500
             yield b"data: " + json_bytes(error_body(str(error), status=status)) + b"\n\n"
             return
