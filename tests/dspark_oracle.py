@@ -1,7 +1,7 @@
 """DSpark restated without cache, pages or batches: one sequence's whole context as a plain matrix, float32.
 
 Written from the published maths alone, one head and one slot at a time, to be compared with the engine's
-drafter. `mutation` names a mistake to make on purpose, so that the tests can show that the comparison would see it.
+drafter. `mutation` names a mistake to make on purpose, so that tests can show that the comparison sees it.
 """
 
 from __future__ import annotations

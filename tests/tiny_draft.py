@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from core.kvcache.storage import GroupedHeads
+from core.spec.drafts.dspark import DSparkDrafter, load_dspark
+from tests.tiny import tiny_llama_config
+
+TARGET = tiny_llama_config(num_hidden_layers=5, hidden_size=44, vocab_size=96)
+MAX_POSITIONS = 64
+
 
 def write_tiny_dspark(
     path: Path,
@@ -131,3 +138,39 @@ def _tensors(config: dict[str, Any], generator: torch.Generator) -> dict[str, to
         tensors["confidence_head.proj.weight"] = linear(1, width)
         tensors["confidence_head.proj.bias"] = torch.randn(1, generator=generator) * 0.5
     return tensors
+
+
+class FakeTarget:
+    """Embedding and head only; features are made up by the tests."""
+
+    config = TARGET
+    vocab_size = TARGET["vocab_size"]
+    hidden_size = TARGET["hidden_size"]
+    num_layers = TARGET["num_hidden_layers"]
+    max_positions = MAX_POSITIONS
+    kv_layers: list[GroupedHeads] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        random = torch.Generator().manual_seed(5)
+        self.embedding = torch.randn(self.vocab_size, self.hidden_size, generator=random)
+        self.head = torch.randn(self.vocab_size, self.hidden_size, generator=random) / self.hidden_size**0.5
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a drafter must not run the target")
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding[token_ids]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.head.T
+
+
+def load_tiny(path: Path, target: Any, width: int = 5) -> DSparkDrafter:
+    return load_dspark(
+        path,
+        target,
+        width=width,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_positions=MAX_POSITIONS,
+    )
