@@ -66,7 +66,7 @@ class Engine:
         ]
 
     def publish(self, counts: list[int], rows_per_sequence: int) -> None:
-        """Commit counts[i] positions of sequence i out of rows_per_sequence; the rest goes to the dummy page."""
+        """Commit counts[i] of rows_per_sequence rows of sequence i; the others go to the dummy page."""
         positions, slots, features = [], [], []
         for sequence, count in zip(self.sequences, counts, strict=True):
             for offset in range(rows_per_sequence):
