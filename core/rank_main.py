@@ -15,7 +15,9 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from core.config_codec import decode_config
 from core.errors import ExitCode, XspecError
@@ -26,7 +28,21 @@ PARENT_POLL_SECONDS = 1.0
 SEND_LINGER_MS = 500
 
 
-def main(argv: list[str]) -> int:
+def run(config_file: Path, to_engine: str, from_engine: str) -> None:
+    """Load the configuration and hand over to the engine. Imports torch."""
+    config = decode_config(config_file.read_bytes())
+
+    from core.logs import configure_logging
+
+    server = config.server
+    configure_logging(format=server.log_format, level=server.log_level, rank=int(os.environ["RANK"]))
+
+    from core.engine.service import run_rank
+
+    run_rank(config, to_engine, from_engine)
+
+
+def main(argv: list[str], *, run: Callable[[Path, str, str], None] = run) -> int:
     """Run one rank until Shutdown; return its exit code."""
     config_file, to_engine, from_engine, parent_pid = argv
     faulthandler.enable(all_threads=True)
@@ -45,19 +61,6 @@ def main(argv: list[str]) -> int:
         send_failure(report, from_engine)
         return report.exit_code
     return ExitCode.OK
-
-
-def run(config_file: Path, to_engine: str, from_engine: str) -> None:
-    """Load the configuration and hand over to the engine. Imports torch."""
-    config = decode_config(config_file.read_bytes())
-
-    from core.logs import configure_logging
-
-    configure_logging(config.server.log_format, config.server.log_level, rank=int(os.environ["RANK"]))
-
-    from core.engine.service import run_rank
-
-    run_rank(config, to_engine, from_engine)
 
 
 def describe(error: Exception) -> ErrorReport:
@@ -112,9 +115,12 @@ def die_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
+def exit_process(exit_code: int) -> NoReturn:
+    """Leave at once. After a failure the engine's own threads may wait for something that never comes."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: after a failure the engine's own threads may still wait for something that never comes.
     os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    exit_process(main(sys.argv[1:]))

@@ -154,7 +154,7 @@ class RankProcess:
                 os.killpg(self.process.pid, number)
 
 
-class RankGroup:
+class LocalRanks:
     """All ranks of this node. `phase` is kept up to date by the launcher and names the place of a death."""
 
     def __init__(self, config: EngineConfig, *, directory: Path, module: str, relay: Relay) -> None:
