@@ -166,9 +166,11 @@ class FakeEngine:
         output = RequestOutput(
             request_id=request_id, token_ids=tokens, finish_reason=reason, stop_token_id=stop_id
         )
+        # Cumulative on every output, so that the figures are there when the parent ends a request.
+        output.spec = SpecStats(steps=self.steps_of[request_id], proposed=14, verified=7, accepted=3)
+        output.queue_seconds = 0.25 if done == 0 else None
         if reason is not None:
             del self._running[request_id]
-            output.spec = SpecStats(steps=self.steps_of[request_id], proposed=14, verified=7, accepted=3)
         else:
             self._running[request_id] = (request, steps, done + len(tokens))
         return output
