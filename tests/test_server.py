@@ -1,5 +1,8 @@
 """The OpenAI API over a scripted engine: answers, streams, refusals."""
 
+# Fixtures are imported by name, then taken as arguments.
+# ruff: noqa: F401, F811
+
 from __future__ import annotations
 
 import contextlib
@@ -14,7 +17,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from structlog.testing import capture_logs
 
-from tests.http_rig import (
+from tests.http_rig import (, make_rig, rig
     MAX_MODEL_LEN,
     REPLY,
     TOKENIZER,

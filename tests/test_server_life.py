@@ -1,5 +1,8 @@
 """Clients that leave, engines that die, and what metrics and logs say of it."""
 
+# Fixtures are imported by name, then taken as arguments.
+# ruff: noqa: F401, F811
+
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +18,7 @@ from structlog.testing import capture_logs
 
 from core.errors import AddressInUse
 from core.server.app import bind_socket
-from tests.http_rig import REPLY, Rig, assert_error, events_of
+from tests.http_rig import REPLY, Rig, assert_error, events_of, make_rig, rig
 
 # Disconnects
 
