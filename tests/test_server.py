@@ -17,13 +17,15 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from structlog.testing import capture_logs
 
-from tests.http_rig import (, make_rig, rig
+from tests.http_rig import (
     MAX_MODEL_LEN,
     REPLY,
     TOKENIZER,
     Rig,
     assert_error,
     events_of,
+    make_rig,
+    rig,
     steps_of,
 )
 
