@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import signal
 import socket
@@ -20,10 +21,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Protocol
 
 from core.config import EngineConfig, to_plain
+from core.config_codec import encode_config
 from core.errors import EngineFailed, ExitCode
 from core.logs import get_logger, log_effective_configuration
 from core.models.builtin import ensure_builtin_model
@@ -183,11 +186,32 @@ class ServerLaunch:
             self.ranks.phase = "serve"
             host, port = self.listener.getsockname()[:2]
             self.observer.ready(Listening(url=url_of(host, port), model_name=self.config.model.served_name))
+            self._fill_metrics()
             settings = to_plain(self.config)
             log.info("config.effective", sources=settings.pop("sources"), settings=settings)
             speculation = self.config.speculation
             if speculation is not None and speculation.calibration is not None:
                 log_effective_configuration(log, speculation.algorithm, self.frontend.effective)
+
+    def _fill_metrics(self) -> None:
+        """What is known only when the engine is ready and does not change afterwards."""
+        speculation = self.config.speculation
+        calibration = speculation.calibration if speculation is not None else None
+        self.metrics.set_info(
+            version=version("xspec"),
+            torch=version("torch"),
+            device_type=self.config.device.kind,
+            cost_model=calibration.model if calibration is not None else "",
+            world_size=self.config.parallel.world_size,
+            config_sha256=hashlib.sha256(encode_config(self.config)).hexdigest(),
+        )
+        self.metrics.set_policy_state(
+            "off" if speculation is None else "fixed" if calibration is None else "adaptive"
+        )
+        for rank in range(self.config.parallel.world_size):
+            self.metrics.set_rank_up(rank, True)
+        if speculation is not None and calibration is not None:
+            self.metrics.set_calibration(result="loaded" if speculation.cost_table is not None else "ok")
 
     def _on_message(self, message: FromEngine) -> None:
         match message:
@@ -219,6 +243,7 @@ class ServerLaunch:
 
     async def _fail(self, death: RankDeath) -> ExitCode:
         self.frontend.fail(death.reason())
+        self.metrics.set_rank_up(death.rank, False)
         self.observer.failed(death)
         if self._is_ready:
             await self._first(until=self._stop_asked, timeout=LINGER_SECONDS)

@@ -145,6 +145,12 @@ class LiveDisplay:
         return Group(table)
 
 
+def startup_display() -> StartupDisplay:
+    """The display that fits stderr."""
+    console = Console(stderr=True)
+    return LiveDisplay(console) if console.is_terminal else LogDisplay()
+
+
 class CurrentStderr:
     """A stream that writes to whatever sys.stderr is now, so that log lines appear above a live table."""
 
@@ -166,8 +172,7 @@ class LaunchView:
     """The launcher's mouth: implements `core.launcher.LaunchObserver`."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._display: StartupDisplay = LiveDisplay(console) if console.is_terminal else LogDisplay()
+        self._display = startup_display()
         self._began = time.monotonic()
 
     def phase_changed(self, message: PhaseChanged) -> None:
