@@ -16,7 +16,7 @@ Confidence = npt.NDArray[np.float32]
 
 
 def by_the_rule(scores: Confidence, limits: list[int], budget: int) -> list[int]:
-    """Repeatedly take the best draft that is left: highest survival, then earliest position, then smallest row."""
+    """Take the best draft left, again and again: highest survival, earliest position, smallest row."""
     taken = [0] * len(limits)
     left = [(-float(scores[r, j]), j, r) for r, limit in enumerate(limits) for j in range(limit)]
     for _, _, row in sorted(left)[:budget]:
@@ -32,10 +32,11 @@ def on_device(confidence: Confidence, limits: list[int], budget: int | torch.Ten
 
 
 def random_case(rng: np.random.Generator) -> tuple[Confidence, list[int], int]:
-    """A case with what breaks allocators: exact ties, NaN, zeros, values beyond [0, 1], limits, padding, extremes."""
+    """What breaks allocators: exact ties, NaN, zeros, values beyond [0, 1], limits, padding, extremes."""
     rows, width = int(rng.integers(1, 17)), int(rng.choice([1, 2, 5, 7]))
     shape = (rows, width)
     style = rng.integers(0, 5)
+    confidence: npt.NDArray[np.floating]
     if style == 0:
         confidence = rng.random(shape)
     elif style == 1:  # powers of two: products tie exactly, also across positions

@@ -1,4 +1,4 @@
-"""Every policy vector, answered by `xspec explain --json`: an independent reference wrote what is expected."""
+"""Every policy vector through `xspec explain --json`; an independent reference wrote the expectations."""
 
 from __future__ import annotations
 
