@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from core.layers.linear import vocab_argmax
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRows:
@@ -36,7 +38,7 @@ def sample(
     logits [N, V]; positions [N] int64, where the drawn tokens will stand; returns [N] int64. any_sampled and
     any_filtered are host facts about the batch: they skip work, they never change a row's result.
     """
-    greedy = logits.argmax(dim=-1)
+    greedy = vocab_argmax(logits)
     if not any_sampled:
         return greedy
     uniform = counter_uniform(rows.seed, positions)
@@ -47,7 +49,7 @@ def sample(
 def token_probabilities(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The distribution that `sample` draws from, [N, V] float64; greedy rows are one-hot. For tests and tools."""
     weights = _weights(logits, rows, any_filtered=True).double()
-    greedy = torch.nn.functional.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double()
+    greedy = torch.nn.functional.one_hot(vocab_argmax(logits), logits.shape[-1]).double()
     return torch.where(rows.temperature[:, None] > 0, weights / weights.sum(-1, keepdim=True), greedy)
 
 

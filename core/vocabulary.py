@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def eos_token_ids(model_path: Path) -> frozenset[int]:
-    """eos_token_id of generation_config.json, else of config.json: an id or a list of ids."""
-    for name in ("generation_config.json", "config.json"):
+    """Every eos_token_id of config.json and generation_config.json: each an id or a list of ids."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
         file = model_path / name
         if file.exists():
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            if value is not None:
-                return frozenset(value if isinstance(value, list) else [value])
-    return frozenset()
+            ids |= eos_of(json.loads(file.read_text(encoding="utf-8")))
+    return frozenset(ids)
+
+
+def eos_of(config: Mapping[str, Any]) -> frozenset[int]:
+    """eos_token_id of one configuration file."""
+    value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    return frozenset(value if isinstance(value, list) else [value])

@@ -154,7 +154,7 @@ def test_stop_strings_cut_alike_however_the_text_arrives(
 
 def test_reads_the_model_directory(tmp_path: Path) -> None:
     text = TextProcessor(write_text_model(tmp_path))
-    assert text.eos_token_ids == (2, 0)
+    assert text.eos_token_ids == (0, 2)
     assert (text.defaults.temperature, text.defaults.top_k, text.defaults.top_p) == (0.7, 20, 0.9)
     assert text.vocab_size == 320
     assert text.decode(text.encode("grüße 👋")) == "grüße 👋"

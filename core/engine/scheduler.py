@@ -11,6 +11,7 @@ Pages return to the pool when the last launched step that names the sequence has
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ class SequenceState:
     has_drafts: bool = False
     preempting: bool = False
     finish_reason: FinishReason | None = None
+    num_admissions: int = 0
+    queued_at: float = field(default_factory=time.monotonic)
+    queue_seconds: float | None = None  # until its first admission; None again once it was reported
     spec: SpecStats = field(default_factory=SpecStats)
 
     @property
@@ -205,6 +209,8 @@ class Scheduler:
         if self.prefill_first and (self.waiting or any(seq.in_prefill for seq in self.running)):
             return planned
         for seq in list(self.running):
+            if self._rows[seq.req_idx] is not seq:
+                continue  # preempted by one that came earlier in this very loop
             if seq.preempting or seq.in_prefill or seq.certain >= seq.limit:
                 continue
             if not self._grow(
@@ -267,6 +273,9 @@ class Scheduler:
         self._rows[seq.req_idx] = seq
         self._generations[seq.req_idx] += 1
         seq.generation = self._generations[seq.req_idx]
+        if seq.num_admissions == 0:
+            seq.queue_seconds = time.monotonic() - seq.queued_at
+        seq.num_admissions += 1
         seq.num_scheduled, seq.prefill_len = 0, len(seq.tokens)
         seq.has_drafts = False
         self.running.append(seq)
@@ -372,12 +381,14 @@ class Scheduler:
             self._finish(seq, FinishReason.STOP)
         elif len(seq.tokens) >= seq.limit:
             self._finish(seq, FinishReason.LENGTH)
+        queue_seconds, seq.queue_seconds = seq.queue_seconds, None
         return RequestOutput(
             request_id=seq.request.request_id,
             token_ids=tokens,
             finish_reason=seq.finish_reason,
             stop_token_id=stop,
-            spec=seq.spec if seq.finish_reason is not None else None,
+            spec=seq.spec,
+            queue_seconds=queue_seconds,
         )
 
     def _count(self, seq: SequenceState, result: StepResult, row: int) -> None:
@@ -389,6 +400,7 @@ class Scheduler:
 
     def _finish(self, seq: SequenceState, reason: FinishReason) -> None:
         seq.finish_reason = reason
+        seq.preempting = False  # its pages come back anyway, and it must never be queued again
         self._by_id.pop(seq.request.request_id, None)
         if seq in self.waiting:
             self.waiting.remove(seq)

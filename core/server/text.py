@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 from core.errors import ModelLoadError, RequestRejected
 from core.server.detokenizer import IncrementalDetokenizer, StopChecker
+from core.vocabulary import eos_token_ids
 
 __all__ = ["GenerationDefaults", "IncrementalDetokenizer", "StopChecker", "TextProcessor"]
 
@@ -63,7 +64,7 @@ class TextProcessor:
         model_config = _read_json(model_dir / "config.json")
         generation_config = _read_json(model_dir / "generation_config.json")
         self.defaults = _generation_defaults(generation_config)
-        self.eos_token_ids = _eos_token_ids(generation_config, model_config)
+        self.eos_token_ids = tuple(sorted(eos_token_ids(model_dir)))
         tokenizer_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         # Embedding tables are often padded: what counts for token-id prompts is the model's own size.
         self.vocab_size = int(model_config.get("vocab_size") or tokenizer_size)
@@ -178,15 +179,6 @@ def _generation_defaults(config: dict[str, Any]) -> GenerationDefaults:
         min_p=number("min_p", 0.0),
         unapplied=unapplied,
     )
-
-
-def _eos_token_ids(*configs: dict[str, Any]) -> tuple[int, ...]:
-    """Return all end-of-sequence ids, in order, of files that say an id, a list of ids or nothing."""
-    ids: list[int] = []
-    for config in configs:
-        value = config.get("eos_token_id")
-        ids += [] if value is None else value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(ids))
 
 
 def _special_tokens(*configs: dict[str, Any]) -> dict[str, Any]:
