@@ -77,6 +77,19 @@ def test_probe_grids_connect_through_shared_row_counts(buckets: tuple[int, ...],
         fit_costs([sample(b, g) for b in buckets for g in tiers(b)], "sps")  # needs no connection
 
 
+def test_a_measured_point_always_has_a_cost() -> None:
+    """Samples so contradictory that the fitted cost of one of them is not positive are refused."""
+    samples = [
+        sample(1, 1, 0.1),
+        sample(1, 2, 0.001),
+        sample(2, 2, 0.001),
+        sample(1, 4, 0.1),
+        sample(2, 4, 1e-4),
+    ]
+    with pytest.raises(ConfigError, match="too noisy"):
+        fit_costs(samples, "additive")
+
+
 def test_an_empty_grid_is_refused() -> None:
     assert check_connected({}) is not None
     with pytest.raises(ConfigError, match="no samples"):
@@ -101,7 +114,6 @@ def test_sps_refuses_rates_that_are_none(rate: float) -> None:
         (math.nan, 0.0, 0.0),
         (0.01, math.inf, 0.0),
         (0.01, 0.0, math.nan),
-        (0.01, 0.0, -0.02),
         (-0.01, 0.1, 0.1),
     ],
 )
@@ -120,6 +132,7 @@ def test_noise_at_pairs_that_never_run_is_no_fault() -> None:
     """A compute-bound machine: a tiny bias and a noisy alpha make (32, 1) negative, which nobody can run."""
     costs = AdditiveCost(0.001, {1: 0.0, 32: -0.0015}, {1: 0.0, 32: 0.03})
     assert not costs.has(32, 1)
+    assert not AdditiveCost(0.01, {1: 0.0}, {1: 0.0, 64: -0.02}).has(1, 64)
     assert costs.cost_ms(32, 32) == pytest.approx(29.5)
 
 

@@ -80,7 +80,7 @@ class AdditiveCost:
                     raise ConfigError(f"{name} of {key} is {seconds}: every entry must be finite")
 
     def has(self, request_bucket: int, target_rows: int) -> bool:
-        # The sum of a pair that was never probed (one sequence, sixty-four rows) may be below zero: that is no cost.
+        # A pair that was never probed (64 sequences, one row) may come out below zero: that is no cost.
         covered = request_bucket in self.alpha_seconds and target_rows in self.theta_seconds
         return covered and self._seconds(request_bucket, target_rows) > 0
 
@@ -189,6 +189,12 @@ def fit_costs(samples: Sequence[CostSample], model: CostModelName) -> CostFit:
     measured = np.array([s.median_seconds for s in samples])
     fitted = _fit_sps(points, measured) if model == "sps" else _fit_additive(points, measured)
     predicted = np.array([fitted.cost_ms(b, g) for b, g in points])
+    impossible = next((p for p in points if not fitted.has(*p)), None)
+    if impossible is not None:
+        raise ConfigError(
+            f"the fit gives bucket {impossible[0]} with {impossible[1]} rows no positive "
+            "cost although it was measured: the samples are too noisy; measure longer windows or use model sps"
+        )
     errors = np.abs(predicted / 1000.0 - measured) / measured
     return CostFit(
         model=fitted,
