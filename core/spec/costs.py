@@ -192,8 +192,8 @@ def fit_costs(samples: Sequence[CostSample], model: CostModelName) -> CostFit:
     impossible = next((p for p in points if not fitted.has(*p)), None)
     if impossible is not None:
         raise ConfigError(
-            f"the fit gives bucket {impossible[0]} with {impossible[1]} rows no positive "
-            "cost although it was measured: the samples are too noisy; measure longer windows or use model sps"
+            f"the fit gives bucket {impossible[0]} with {impossible[1]} rows no positive cost "
+            "although it was measured: the samples are too noisy; measure longer windows or use model sps"
         )
     errors = np.abs(predicted / 1000.0 - measured) / measured
     return CostFit(
