@@ -83,10 +83,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Finished], li
     return results, steps
 
 
-def propose_fixed(drafter: ScriptedDrafter):  # noqa: ANN201
+def propose_fixed(drafter: ScriptedDrafter):
     original = drafter.propose
 
-    def propose(request, caches):  # noqa: ANN001, ANN202
+    def propose(request, caches):
         out = original(request, caches)
         block = request.anchor_positions[:, None] + torch.arange(1, WIDTH + 1)
         return type(out)(token_ids=10 + (block % 5), confidence=out.confidence)

@@ -135,4 +135,5 @@ class StepResult:
 
     @property
     def num_accepted(self) -> np.ndarray:
-        return np.maximum(self.num_emitted - 1, 0)
+        accepted: np.ndarray = np.maximum(self.num_emitted - 1, 0)
+        return accepted

@@ -432,7 +432,8 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Nothing is left behind once all work is done."""
-        assert not self.has_work and not self._by_id, "sequences are left at idle"
+        assert not self.has_work, "work is left at idle"
+        assert not self._by_id, f"sequences {sorted(self._by_id)} are left at idle"
         assert self.pages.num_used == 0, f"{self.pages.num_used} pages are held at idle"
         self.pages.check_integrity()
 

@@ -260,7 +260,7 @@ class Frontend:
             case wire.EngineReady():
                 self._become_ready(message)
             case wire.EngineFailure():
-                self.fail(f"{message.error_type} in phase {message.phase}: {message.message}")
+                self.fail(f"{message.error_type} in phase {message.phase or self.phase}: {message.message}")
         if self._on_message is not None:
             try:
                 self._on_message(message)
