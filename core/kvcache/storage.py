@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -49,12 +51,19 @@ class KVStorage:
         for layer in layers:
             shape = (num_pages, page_size, layer.num_kv_heads, layer.head_dim)
             self.layers.append(
-                LayerCache(
-                    key=torch.zeros(shape, dtype=dtype, device=device),
-                    value=torch.zeros(shape, dtype=dtype, device=device),
-                )
+                LayerCache(key=_zeros(shape, dtype, device), value=_zeros(shape, dtype, device))
             )
 
     @staticmethod
     def bytes_per_page(layers: list[GroupedHeads], *, page_size: int, dtype: torch.dtype) -> int:
         return page_size * sum(layer.bytes_per_token(dtype) for layer in layers)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, since masked positions are multiplied by 0 and must be finite.
+
+    In main memory they come from calloc: pages that no sequence ever uses take no memory and no start-up time.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
