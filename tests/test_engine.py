@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
-from core.spec.budgets import ForcedRows, random_tier
+from core.engine.plan import BudgetChoice
+from core.spec.budgets import ForcedRows, FullWidth, random_tier
 from core.types import Request, SamplingParams
 from metrics.stats import StepStats
 from tests.engines import (
@@ -340,3 +342,41 @@ def test_statistics_close_their_conservation_law(
     for s in steps:
         assert sum(s.position_verified) == s.verified
         assert sum(s.position_accepted) == s.accepted
+
+
+class Pausing(FullWidth):
+    """Drafts in some steps only; which ones is written down."""
+
+    def __init__(self, width: int, pattern: tuple[int, ...]) -> None:
+        super().__init__(adaptive_tiers(width), draft_width=width)
+        self.pattern = pattern
+
+    def choose(self, *, step: int, **others: object) -> BudgetChoice:  # type: ignore[override]
+        choice = super().choose(step=step, **others)  # type: ignore[arg-type]
+        return dataclasses.replace(
+            choice, propose_depth=choice.propose_depth * self.pattern[step % len(self.pattern)]
+        )
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+@pytest.mark.parametrize("pattern", [(1, 0), (0,), (0, 0, 1), (1, 1, 1, 0, 0, 0, 0)])
+def test_a_draft_pause_changes_no_token_and_no_later_acceptance(
+    model: Path, prompts: list[list[int]], plain: list[list[int]], pattern: tuple[int, ...], lag: int
+) -> None:
+    """bugs.md 4 and 17: nothing stale is verified after a pause, and drafts after it are as good as before."""
+    recorded = [prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]
+    drafter = ScriptedDrafter(5, recorded, vocab_size=VOCAB_SIZE)
+    config = engine_config(model, width=5, lag=lag, graph="none")
+    engine = scripted_engine(config, drafter, Pausing(5, pattern))
+    engine.loop.worker.state.drafts.fill_(2**31 - 1)  # poison: an id that no vocabulary has
+    steps: list[StepStats] = []
+    got = run(engine, prompts, greedy(MAX_TOKENS), on_step=steps.append)
+    engine.close()
+    assert [r.tokens for r in got] == plain
+    verified, accepted = sum(s.verified for s in steps), sum(s.accepted for s in steps)
+    assert (verified > 0) == (1 in pattern)
+    # Every draft is right, so only drafts of sequences that had already ended are lost.
+    assert accepted == verified
+    assert sorted({p for _, p in drafter.published}) == list(
+        range(max(len(p) for p in prompts) + MAX_TOKENS - 1)
+    )

@@ -141,8 +141,9 @@ class Speculator:
         rows, page_size = inputs.rows, self.page_size
         q_cap = extent.rows_per_sequence
         tokens = torch.cat((state.anchor_ids[rows][:, None], drafts), dim=1)
-        # Padding rows have offsets beyond a block; what they compute is thrown away.
+        # Padding rows have offsets beyond a block: they read token 0 at position 0, and nothing stale.
         safe_offset = offset.clamp(min=0, max=self.width)
+        input_ids = torch.where(is_row, tokens[sequence, safe_offset], 0)
         row_positions = torch.where(is_row, positions[sequence] + safe_offset, 0)
         dummy = torch.arange(shape.target_rows, device=rows.device) % page_size
         slots = torch.where(is_row, state.slots(rows[sequence], row_positions, page_size), dummy)
@@ -158,7 +159,7 @@ class Speculator:
             page_table=state.page_table[rows, : extent.context_pages],
         )
         return RaggedBatch(
-            input_ids=torch.cat((tokens[sequence, safe_offset], inputs.chunk_ids)),
+            input_ids=torch.cat((input_ids, inputs.chunk_ids)),
             positions=torch.cat((row_positions, inputs.chunk_positions)),
             slot_mapping=torch.cat((slots, inputs.chunk_slots)),
             decode=decode,
