@@ -129,7 +129,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], str, str]]:
         yield rule, options, fault, remedy
 
 
-@pytest.mark.parametrize(("rule", "options", "fault", "remedy"), cases())
+@pytest.mark.parametrize(("rule", "options", "fault", "remedy"), list(cases()))
 def test_rule_names_flag_value_and_remedy(
     rule: str, options: dict[str, Any], fault: str, remedy: str
 ) -> None:

@@ -51,15 +51,16 @@ class LaunchOption(click.Option):
     """One launch flag; `group` is its heading on the help page."""
 
     def __init__(self, flag: Flag) -> None:
-        is_bool = flag.type is bool
+        # Any flag_value, None too, makes click accept the option without a value.
+        bare: dict[str, Any] = {"flag_value": "true"} if flag.type is bool else {}
         super().__init__(
             [f"--{name}" for name in (flag.name, *flag.aliases)] + [flag.name],
             type=_FlagType(flag),
             default=None,
             is_flag=False,
-            flag_value="true" if is_bool else None,
             metavar=flag_metavar(flag),
             help=flag_help(flag),
+            **bare,
         )
         self.group = flag.group
 

@@ -87,7 +87,8 @@ def _is_own(param: click.Parameter) -> bool:
 def _option_row(param: click.Parameter) -> str:
     record = param.get_help_record(click.Context(click.Command("xspec")))
     assert record is not None
-    return f"| `{_cell(record[0])}` | {_cell(' '.join(record[1].split()))} |"
+    meaning = " ".join(record[1].split()).replace("<", "&lt;")
+    return f"| `{_cell(record[0])}` | {_cell(meaning)} |"
 
 
 def _table(flags: Iterator[Flag]) -> str:
