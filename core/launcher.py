@@ -184,14 +184,14 @@ class ServerLaunch:
             await self._http_up.wait()
             self._is_ready = True
             self.ranks.phase = "serve"
-            host, port = self.listener.getsockname()[:2]
-            self.observer.ready(Listening(url=url_of(host, port), model_name=self.config.model.served_name))
             self._fill_metrics()
             settings = to_plain(self.config)
             log.info("config.effective", sources=settings.pop("sources"), settings=settings)
             speculation = self.config.speculation
             if speculation is not None and speculation.calibration is not None:
                 log_effective_configuration(log, speculation.algorithm, self.frontend.effective)
+            host, port = self.listener.getsockname()[:2]
+            self.observer.ready(Listening(url=url_of(host, port), model_name=self.config.model.served_name))
 
     def _fill_metrics(self) -> None:
         """What is known only when the engine is ready and does not change afterwards."""

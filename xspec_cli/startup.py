@@ -191,11 +191,13 @@ class LaunchView:
         print(line, file=sys.stderr, flush=True)
 
     def draining(self, *, running: int, limit_seconds: float) -> None:
-        self._note(
-            f"stopping: {running} running requests get up to {limit_seconds:g} s; again to stop at once"
-            if running
-            else "stopping"
-        )
+        if not sys.stderr.isatty():
+            get_logger("xspec.launcher").info("launch.draining", running=running, limit_seconds=limit_seconds)
+        elif running:
+            limit = f"up to {limit_seconds:g} s; again to stop at once"
+            print(f"stopping: {running} running requests get {limit}", file=sys.stderr, flush=True)
+        else:
+            print("stopping", file=sys.stderr, flush=True)
 
     def failed(self, death: RankDeath) -> None:
         self.close()
@@ -203,9 +205,6 @@ class LaunchView:
 
     def close(self) -> None:
         self._display.close()
-
-    def _note(self, text: str) -> None:
-        print(f"xspec: {text}", file=sys.stderr, flush=True)
 
 
 def root_cause(death: RankDeath) -> str:
