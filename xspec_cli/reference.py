@@ -44,11 +44,11 @@ EXIT_CODES = {
 def render() -> str:
     """The whole page."""
     parts = [HEAD, "## Commands\n"]
-    context = click.Context(cli, info_name="xspec")
+    context = click.Context(cli, info_name="xspec", **cli.context_settings)
     for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None, name
-        parts += _command(command, f"xspec {name}")
+        parts += _command(command, f"xspec {name}", context)
     parts.append("## Launch flags\n")
     for group in Group:
         parts.append(f"### {group}\n")
@@ -62,16 +62,18 @@ def render() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _command(command: click.Command, name: str) -> Iterator[str]:
+def _command(command: click.Command, name: str, parent: click.Context) -> Iterator[str]:
     """A command's heading, text and own options; then its subcommands."""
     yield f"### {name}\n"
     for paragraph in (command.help or "").split("\n\n"):
         yield " ".join(paragraph.split()) + "\n"
     if isinstance(command, click.Group):
         for child, subcommand in command.commands.items():
-            yield from _command(subcommand, f"{name} {child}")
+            yield from _command(subcommand, f"{name} {child}", parent)
         return
-    usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
+    # The parent matters: commands keep the help option that their first context gave them.
+    context = click.Context(command, info_name=name, parent=parent)
+    usage = " ".join(command.collect_usage_pieces(context))
     yield f"    {name} {usage}\n"
     rows = [_option_row(param) for param in command.params if _is_own(param)]
     if rows:
