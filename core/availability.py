@@ -6,6 +6,16 @@ from core.options import LaunchOptions
 from core.rules import requested_device, shown
 
 RUNNABLE_DEVICES = ("cpu",)
+# The one value of a flag that this build runs.
+RUNNABLE_VALUES = {
+    "enable_unified_mtp_graph": False,
+    "enable_probabilistic_draft": False,
+    "enable_pd_disaggregation": False,
+    "enable_task_pipeline": True,
+    "disable_graph_warmup": False,
+    "decision_log": None,
+    "log_dir": None,
+}
 
 
 def not_available_yet(options: LaunchOptions) -> list[str]:
@@ -17,15 +27,9 @@ def not_available_yet(options: LaunchOptions) -> list[str]:
     if ranks:
         named = " and ".join(shown(options, name) for name in ranks)
         problems.append(f"{named}: several ranks are not available yet: use nnodes=1 and nproc_per_node=1")
-    flags = {
-        "enable_unified_mtp_graph": "set it to false",
-        "enable_probabilistic_draft": "set it to false",
-        "enable_pd_disaggregation": "set it to false",
-        "decision_log": "drop it",
-        "log_dir": "drop it",
-    }
-    for name, remedy in flags.items():
-        if getattr(options, name) not in (False, None):
+    for name, runnable in RUNNABLE_VALUES.items():
+        if getattr(options, name) != runnable:
+            remedy = "drop it" if runnable is None else f"set {name}={str(runnable).lower()}"
             problems.append(f"{shown(options, name)} is not available yet: {remedy}")
     return problems
 

@@ -99,7 +99,7 @@ def find_target(model: str | None) -> Checkpoint:
         except ConfigError as error:
             return Checkpoint(path=None, config=None, problem=str(error))
         return Checkpoint(path=None, config=BUILTIN_CONFIG)
-    path = Path(model).expanduser()
+    path = Path(model).expanduser().absolute()
     if path.exists() or not _HUB_ID.fullmatch(model):
         return read_checkpoint(path)
     cache = _hub_cache()
@@ -194,7 +194,7 @@ def has_fast_bfloat16() -> bool:
 
 def _find_draft(options: LaunchOptions) -> Checkpoint | None:
     if options.draft_model is not None:
-        return read_checkpoint(Path(options.draft_model).expanduser())
+        return read_checkpoint(Path(options.draft_model).expanduser().absolute())
     if options.model is None and options.speculative_algorithm == "DSpark":
         found = read_checkpoint(builtin_draft_path())
         return Checkpoint(path=None, config=found.config, problem=found.problem)

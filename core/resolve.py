@@ -192,7 +192,7 @@ def _model(options: LaunchOptions, facts: Facts) -> ModelConfig:
     else:
         # A hub id keeps its name; a snapshot directory is named after a commit.
         found = facts.target.path
-        is_directory = found is not None and found == Path(options.model).expanduser()
+        is_directory = found is not None and found == Path(options.model).expanduser().absolute()
         name = Path(options.model).expanduser().resolve().name if is_directory else options.model
     return ModelConfig(
         path=facts.target.path,

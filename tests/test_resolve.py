@@ -176,6 +176,8 @@ NOT_YET = [
         "enable_probabilistic_draft=true",
     ),
     ({"enable_pd_disaggregation": True}, "enable_pd_disaggregation=true"),
+    ({"enable_task_pipeline": False}, "enable_task_pipeline=false"),
+    ({"disable_graph_warmup": True}, "disable_graph_warmup=true"),
     ({"decision_log": "d.jsonl"}, "decision_log=d.jsonl"),
     ({"log_dir": "logs"}, "log_dir=logs"),
 ]
