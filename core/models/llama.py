@@ -154,6 +154,13 @@ class LlamaModel(nn.Module):
                 f"use -1 (embedding) to {self.num_layers - 2}, as the draft was trained"
             )
 
+    def pack(self) -> None:
+        """Weights are final: lay them out for this device."""
+        for layer in self.layers:
+            for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+                linear.pack()
+        (self.head or self.embedding).pack_head()
+
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name -> the view of a parameter that it fills."""
         slots = {

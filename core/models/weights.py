@@ -53,6 +53,7 @@ def load_target(
         )
     model = model_class(config)(config, dtype=dtype, device=device, max_positions=max_positions)
     load_tensors(path, model.weight_slots(), ignore=model.ignores_weight)
+    model.pack()
     return model
 
 

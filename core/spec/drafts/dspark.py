@@ -25,7 +25,7 @@ from core.engine.batch import DecodeRows, RaggedBatch
 from core.errors import ModelLoadError
 from core.kvcache.storage import GroupedHeads, LayerCache
 from core.layers.attention import AttentionPlan, paged_attention, plan_attention
-from core.layers.linear import FusedLinear, vocab_argmax
+from core.layers.linear import FusedLinear, pack_weight, packed_linear, vocab_argmax
 from core.layers.norm_rope import RMSNorm, RotaryTable, apply_rope, swiglu
 from core.models.base import TargetModel
 from core.models.weights import load_config, load_tensors, open_shard, shard_files
@@ -56,10 +56,21 @@ class DSparkLayer(nn.Module):
         self.mlp_norm = RMSNorm(hidden, eps)
         self.gate_up = FusedLinear(hidden, (config.intermediate_size, config.intermediate_size))
         self.down = FusedLinear(config.intermediate_size, (hidden,))
+        self._packed_kv: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        """Lay final weights out for this device; K and V of context rows use their part of the fused matrix."""
+        self._packed_kv = pack_weight(self.qkv.weight[self.query_size :])
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            linear.pack(keep_weight=linear is self.qkv)
 
     def publish(self, context: torch.Tensor, rope: Rope, cache: LayerCache, slots: torch.Tensor) -> None:
         """Write K and V of context rows [T, H], which skip the input norm: `hidden_norm` was theirs."""
-        projected = F.linear(context, self.qkv.weight[self.query_size :]).unflatten(1, (-1, self.head_dim))
+        weight = self.qkv.weight[self.query_size :]
+        projected = (
+            F.linear(context, weight) if self._packed_kv is None else packed_linear(context, self._packed_kv)
+        )
+        projected = projected.unflatten(1, (-1, self.head_dim))
         key, value = projected.split(self.kv_heads, dim=1)
         cache.write(slots, apply_rope(self.k_norm(key), *rope), value)
 
@@ -174,6 +185,12 @@ class DSparkDrafter(nn.Module):
         assert temperatures.shape == (self.width,)
         self.confidence.temperatures = temperatures.to(self._offsets.device, torch.float32)
 
+    def pack(self) -> None:
+        """Weights are final: lay them out for this device."""
+        self.fc.pack()
+        for layer in self.layers:
+            layer.pack()
+
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name -> the view of a parameter that it fills."""
         slots = {
@@ -227,6 +244,7 @@ def load_dspark(
     )
     load_tensors(path, drafter.weight_slots(), ignore=lambda name: name in (_EMBEDDING, _HEAD))
     _check_vocabulary_copies(path, target, device)
+    drafter.pack()
     temperatures = path / TEMPERATURES_FILE
     if drafter.has_confidence and temperatures.exists():
         drafter.set_temperatures(torch.tensor(_read_temperatures(temperatures, width)))
