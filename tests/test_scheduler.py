@@ -203,7 +203,7 @@ def test_the_page_pool_is_all_or_nothing() -> None:
     assert pool.take(3) is None
     assert pool.num_free == 2
     pool.release([2])
-    assert pool.take(3) == (4, 5, 2)
+    assert pool.take(3) == (2, 4, 5)
     pool.check_integrity()
     with pytest.raises(KeyError):
         pool.release([0])

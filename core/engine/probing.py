@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, groupby
 
 import numpy as np
 import structlog
 
-from core.config import CalibrationConfig
+from core.config import CalibrationConfig, ContextConfig
 from core.engine.loop import EngineLoop
 from core.errors import CalibrationError
 from core.spec.budgets import ForcedRows, Tiers
@@ -36,58 +37,70 @@ class Prober:
         self._config = config
         self._tiers = tiers
         self._vocab_size = vocab_size
-        self._next_id = FIRST_PROBE_ID
 
     def run(self, report: Callable[[int, int], None]) -> list[ProbedPoint]:
         """Probe every point; report(done, total) after each."""
         loop = self._loop
         served = loop.speculator.budget
         points = list(probe_points(self._config))
-        probed = []
+        probed: list[ProbedPoint] = []
         loop.scheduler.prefill_first = True
         try:
-            for done, point in enumerate(points, 1):
-                loop.speculator.budget = ForcedRows(
-                    self._tiers, draft_width=loop.speculator.width, pick=lambda *_, p=point: p.target_rows
-                )
-                probed.append(self._probe(point))
-                report(done, len(points))
+            for context, of_context in groupby(points, key=lambda point: point.context):
+                requests = self._requests(context)
+                running: list[Request] = []
+                for point in of_context:
+                    self._restart(running)
+                    while len(running) < point.request_bucket:
+                        running.append(next(requests))
+                        self._add(running[-1], point)
+                    probed.append(self._probe(point))
+                    report(len(probed), len(points))
+                for request in running:
+                    loop.scheduler.abort(request.request_id)
+                loop.scheduler.check_idle()
         finally:
             loop.speculator.budget = served
             loop.scheduler.prefill_first = False
         loop.restart_counters()
         return probed
 
+    def _restart(self, running: Sequence[Request]) -> None:
+        """Every point starts from the same prefixes; what is there of them need not be computed again."""
+        for request in running:
+            self._loop.scheduler.restart(request.request_id)
+
+    def _add(self, request: Request, point: ProbePoint) -> None:
+        if refusal := self._loop.scheduler.refusal(request):
+            raise CalibrationError(
+                f"calibration of request bucket {point.request_bucket} with prefill "
+                f"{point.context.prefill_tokens} does not fit: {refusal}; give a smaller configuration with "
+                "--adaptive_target_verify_calibration, or more KV memory"
+            )
+        self._loop.scheduler.add(request)
+
     def _probe(self, point: ProbePoint) -> ProbedPoint:
         loop, config = self._loop, self._config
-        requests = self._requests(point)
-        for request in requests:
-            if refusal := loop.scheduler.refusal(request):
-                raise CalibrationError(
-                    f"calibration of request bucket {point.request_bucket} with prefill "
-                    f"{point.context.prefill_tokens} does not fit: {refusal}; give a smaller configuration with "
-                    "--adaptive_target_verify_calibration, or more KV memory"
-                )
-            loop.scheduler.add(request)
+        loop.speculator.budget = ForcedRows(
+            self._tiers, draft_width=loop.speculator.width, pick=lambda *_: point.target_rows
+        )
         sampler = WindowSampler(
             warmup_steps=config.warmup_steps,
             window_steps=config.window_steps,
             windows_per_point=config.windows_per_point,
         )
         faithful = True
-        while not sampler.done and loop.has_work:
+        for _ in range(self._most_steps(point)):
+            if sampler.done:
+                break
             outcome = loop.step()
             if outcome is None or outcome.result.plan.transient:
                 continue
             shape = outcome.result.plan.shape
-            if len(outcome.result.plan.decode) == point.request_bucket:
-                faithful &= shape.request_bucket == point.request_bucket
-                faithful &= outcome.result.executed_rows == point.target_rows
-                sampler.add(outcome.interval_seconds)
-        for request in requests:
-            loop.scheduler.abort(request.request_id)
+            faithful &= len(outcome.result.plan.decode) == shape.request_bucket == point.request_bucket
+            faithful &= outcome.result.executed_rows == point.target_rows
+            sampler.add(outcome.interval_seconds)
         loop.drain()
-        loop.scheduler.check_idle()
         if not (faithful and sampler.done):
             logger.warning(
                 "calibration.point_missing",
@@ -105,20 +118,19 @@ class Prober:
             ),
         )
 
-    def _requests(self, point: ProbePoint) -> Sequence[Request]:
-        """Synthetic prompts, the same for every point: random ids, so that nothing is special about them."""
+    def _most_steps(self, point: ProbePoint) -> int:
+        """More loop turns than a point can need: its prompts one token a step, then its decode steps."""
+        prefill = point.request_bucket * point.context.prefill_tokens
+        return prefill + steps_per_point(self._config, lag=self._loop.lag)
+
+    def _requests(self, context: ContextConfig) -> Iterator[Request]:
+        """Synthetic prompts, the same at every start: random ids, so that nothing is special about them."""
         tokens = steps_per_point(self._config, lag=self._loop.lag) * (self._loop.speculator.width + 1)
-        ids = np.random.default_rng(self._config.token_seed).integers(
-            0, self._vocab_size, (point.request_bucket, point.context.prefill_tokens)
-        )
-        requests = []
-        for row in ids:
-            requests.append(
-                Request(
-                    request_id=self._next_id,
-                    prompt_token_ids=tuple(int(i) for i in row),
-                    params=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
-                )
+        source = np.random.default_rng(self._config.token_seed)
+        for request_id in count(FIRST_PROBE_ID, -1):
+            ids = source.integers(0, self._vocab_size, context.prefill_tokens)
+            yield Request(
+                request_id=request_id,
+                prompt_token_ids=tuple(int(i) for i in ids),
+                params=SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True),
             )
-            self._next_id -= 1
-        return requests

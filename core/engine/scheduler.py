@@ -108,6 +108,7 @@ class Scheduler:
         self._generations = [0] * (2 * max_seqs)
         self._ended: list[SequenceState] = []  # finished, pages still named by a launched step
         self._proposed_depth = 0
+        self._readmitted: list[SequenceState] = []  # restarted since the last plan
         self._starved = False  # a running sequence found no page in the plan being made
 
     def refusal(self, request: Request) -> str | None:
@@ -147,6 +148,19 @@ class Scheduler:
             request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT, spec=sequence.spec
         )
 
+    def restart(self, request_id: int) -> None:
+        """Take a running sequence back to the end of its prompt, whose KV stays where it is.
+
+        Calibration starts every point so. Nothing of the sequence may be in flight.
+        """
+        seq = self._by_id[request_id]
+        assert seq.in_flight == 0, f"request {request_id} has {seq.in_flight} steps in flight"
+        assert not seq.in_prefill, f"request {request_id} is still in its prompt"
+        seq.tokens = list(seq.request.prompt_token_ids)
+        self._take_row(seq, seq.req_idx)
+        seq.num_scheduled = seq.prefill_len - 1
+        self._readmitted.append(seq)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self._ended)
@@ -158,6 +172,9 @@ class Scheduler:
         """
         updates: list[PageUpdate] = []
         admissions: list[Admission] = []
+        for seq in self._readmitted:
+            self._announce(seq, updates, admissions)
+        self._readmitted.clear()
         decode = self._plan_decode(updates)
         chunks = self._plan_chunks(updates, admissions, room=self.prefill_chunk_tokens)
         if not decode and not chunks:
@@ -269,16 +286,25 @@ class Scheduler:
         """Give the sequence a row and pages for its whole prompt and its first drafts."""
         if not self._grow_unplaced(seq, len(seq.tokens) + self.draft_width + 1):
             return False
-        seq.req_idx = self._rows.index(None)
-        self._rows[seq.req_idx] = seq
-        self._generations[seq.req_idx] += 1
-        seq.generation = self._generations[seq.req_idx]
+        self._take_row(seq, self._rows.index(None))
         if seq.num_admissions == 0:
             seq.queue_seconds = time.monotonic() - seq.queued_at
         seq.num_admissions += 1
+        self.running.append(seq)
+        self._announce(seq, updates, admissions)
+        return True
+
+    def _take_row(self, seq: SequenceState, req_idx: int) -> None:
+        """A new tenancy of a device row, at the beginning of its prompt."""
+        seq.req_idx = req_idx
+        self._rows[req_idx] = seq
+        self._generations[req_idx] += 1
+        seq.generation = self._generations[req_idx]
         seq.num_scheduled, seq.prefill_len = 0, len(seq.tokens)
         seq.has_drafts = False
-        self.running.append(seq)
+
+    def _announce(self, seq: SequenceState, updates: list[PageUpdate], admissions: list[Admission]) -> None:
+        """Tell the device about a tenancy: pages and parameters."""
         updates.append(PageUpdate(req_idx=seq.req_idx, first_index=0, pages=tuple(seq.pages)))
         admissions.append(
             Admission(
@@ -290,7 +316,6 @@ class Scheduler:
                 seed=seq.seed,
             )
         )
-        return True
 
     def _grow_unplaced(self, seq: SequenceState, num_positions: int) -> bool:
         taken = self.pages.take(max(self.pages.pages_for(num_positions) - len(seq.pages), 0))

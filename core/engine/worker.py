@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -57,25 +58,26 @@ class Worker:
     def warm_up(
         self, shapes: Iterable[StepShape], extent: StepExtent, report: Callable[[StepShape], None]
     ) -> None:
-        """Capture every shape and run it once on padding, which touches nothing but the dummy page."""
+        """Capture every shape; run it on padding, which touches nothing but the dummy page.
+
+        Operators are warm once a step of as many rows has run: of the shapes with prompt rows, which differ in
+        little else, one per row count runs.
+        """
+        warm_rows: set[int] = set()
         for shape in shapes:
-            idle = host_inputs_of_padding(shape, self.state.pad_row, self.storage.page_size)
-            rows = min(self.speculator.width + 1, max(shape.target_rows, 1))
-            self.device.run(
-                partial(
-                    self._capture,
-                    shape,
-                    idle,
-                    StepExtent(context_pages=extent.context_pages, rows_per_sequence=rows),
-                )
-            )
+            num_rows = shape.target_rows + shape.chunk_rows
+            runs = not (shape.chunk_rows and num_rows in warm_rows)
+            warm_rows.add(num_rows)
+            self.device.run(partial(self._capture, shape, extent if runs else None))
             self.device.record().wait()
             report(shape)
 
-    def _capture(self, shape: StepShape, idle: HostInputs, extent: StepExtent) -> None:
+    def _capture(self, shape: StepShape, extent: StepExtent | None) -> None:
         program = self._programs[shape] = StepProgram(shape, self.run_step, self.device)
-        program.fill(idle)
-        program.graph.replay(extent)
+        program.fill(host_inputs_of_padding(shape, self.state.pad_row, self.storage.page_size))
+        if extent is not None:
+            rows = min(self.speculator.width + 1, max(shape.target_rows, 1))
+            program.graph.replay(dataclasses.replace(extent, rows_per_sequence=rows))
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Order one step on the stream and return at once."""

@@ -5,8 +5,6 @@ Page 0 is the dummy page: padding and rejected rows write there, nobody owns it,
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class PagePool:
     """A fixed number of pages of `page_size` positions each."""
@@ -16,7 +14,8 @@ class PagePool:
             raise ValueError(f"num_pages is {num_pages}: at least the dummy page and one more are needed")
         self.page_size = page_size
         self.num_pages = num_pages
-        self._free = deque(range(1, num_pages))
+        # The page that came back last goes out first: memory that was never touched stays untouched.
+        self._free = list(range(num_pages - 1, 0, -1))
         self._held: set[int] = set()
 
     @property
@@ -40,13 +39,13 @@ class PagePool:
         """Take `count` pages, or none at all when fewer are free."""
         if count > len(self._free):
             return None
-        pages = tuple(self._free.popleft() for _ in range(count))
+        pages = tuple(self._free.pop() for _ in range(count))
         self._held.update(pages)
         return pages
 
     def release(self, pages: list[int]) -> None:
         """Give pages back. The caller knows that no launched step names them any more."""
-        for page in pages:
+        for page in reversed(pages):
             self._held.remove(page)
             self._free.append(page)
 
