@@ -156,10 +156,10 @@ class LlamaModel(nn.Module):
 
     def pack(self) -> None:
         """Weights are final: lay them out for this device."""
-        for layer in self.layers:
-            for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
-                linear.pack()
-        (self.head or self.embedding).pack_head()
+        for module in self.modules():
+            if isinstance(module, FusedLinear):
+                module.pack()
+        (self.embedding if self.head is None else self.head).pack_head()
 
     def weight_slots(self) -> dict[str, torch.Tensor]:
         """Checkpoint tensor name -> the view of a parameter that it fills."""
