@@ -284,6 +284,8 @@ class Scheduler:
 
     def _admit(self, seq: SequenceState, updates: list[PageUpdate], admissions: list[Admission]) -> bool:
         """Give the sequence a row and pages for its whole prompt and its first drafts."""
+        if None not in self._rows:
+            return False  # rows of ended sequences come back when their launched steps have retired
         if not self._grow_unplaced(seq, len(seq.tokens) + self.draft_width + 1):
             return False
         self._take_row(seq, self._rows.index(None))
