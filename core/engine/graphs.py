@@ -1,6 +1,6 @@
 """Captured shapes: which ones exist, and the static buffers and graph of each.
 
-Pure bucket arithmetic first, then the cache of programs. Every shape that serving uses was captured at startup; with
+Pure bucket arithmetic first, then what a plan fills in. Every shape that serving uses was captured at startup; with
 graphs off, programs are built when first needed and run the same function.
 """
 
@@ -14,6 +14,7 @@ import torch
 
 from core.devices.base import Device, Graph
 from core.engine.batch import ChunkRows, StepInputs
+from core.engine.feedback import StepTensors
 from core.engine.plan import StepExtent, StepPlan, StepShape
 
 
@@ -45,54 +46,57 @@ class HostInputs:
     chunks: tuple[tuple[int, int, int, np.ndarray], ...]  # first_row, num_rows, start, pages
 
 
+def padding_inputs(shape: StepShape, *, pad_row: int, page_size: int) -> HostInputs:
+    """Inputs of a step in which every row is padding: it touches the dummy page only."""
+    bucket, chunk = shape.request_bucket, shape.chunk_rows
+    return HostInputs(
+        arrays={
+            "rows": np.full(bucket, pad_row, np.int64),
+            "host_limit": np.zeros(bucket, np.int64),
+            "is_decode": np.zeros(bucket, bool),
+            "is_final": np.zeros(bucket, bool),
+            "final_rows": np.zeros(bucket, np.int64),
+            "draft_budget": np.array([shape.target_rows], np.int64),
+            "chunk_ids": np.zeros(chunk, np.int64),
+            "chunk_next_ids": np.zeros(chunk, np.int64),
+            "chunk_positions": np.zeros(chunk, np.int64),
+            "chunk_slots": np.arange(chunk, dtype=np.int64) % page_size,
+        },
+        chunks=(),
+    )
+
+
 def host_inputs(plan: StepPlan, *, pad_row: int, page_size: int) -> HostInputs:
     """Flatten a plan into the arrays of its shape's static buffers."""
-    shape, num_decode = plan.shape, len(plan.decode)
-    bucket = shape.request_bucket
-    rows = np.full(bucket, pad_row, np.int64)
-    limit = np.zeros(bucket, np.int64)
-    rows[: len(plan.sampling_rows)] = [req_idx for req_idx, _ in plan.sampling_rows]
-    limit[:num_decode] = [row.draft_limit for row in plan.decode]
-    is_final = np.zeros(bucket, bool)
-    final_rows = np.zeros(bucket, np.int64)
-    chunk_ids = np.zeros(shape.chunk_rows, np.int64)
-    next_ids = np.zeros(shape.chunk_rows, np.int64)
-    positions = np.zeros(shape.chunk_rows, np.int64)
-    slots = np.arange(shape.chunk_rows, dtype=np.int64) % page_size  # the dummy page
+    shape, num_decode, sampling = plan.shape, len(plan.decode), plan.sampling_rows
+    arrays = padding_inputs(shape, pad_row=pad_row, page_size=page_size).arrays
+    arrays["rows"][: len(sampling)] = [req_idx for req_idx, _ in sampling]
+    arrays["host_limit"][:num_decode] = [row.draft_limit for row in plan.decode]
+    arrays["is_decode"][:num_decode] = True
+    arrays["draft_budget"][0] = shape.target_rows - num_decode
+    positions = arrays["chunk_positions"]
     chunks, first, final = [], 0, num_decode
     for chunk in plan.chunks:
         count = len(chunk.token_ids)
         here = slice(first, first + count)
         pages = np.array(chunk.pages, np.int64)
-        chunk_ids[here] = chunk.token_ids
-        next_ids[here] = (*chunk.token_ids[1:], chunk.next_token_id or 0)
         positions[here] = np.arange(chunk.start, chunk.start + count)
-        slots[here] = pages[positions[here] // page_size] * page_size + positions[here] % page_size
+        arrays["chunk_ids"][here] = chunk.token_ids
+        arrays["chunk_next_ids"][here] = (*chunk.token_ids[1:], chunk.next_token_id or 0)
+        arrays["chunk_slots"][here] = (
+            pages[positions[here] // page_size] * page_size + positions[here] % page_size
+        )
         chunks.append((shape.target_rows + first, count, chunk.start, pages))
         first += count
         if chunk.samples:
-            is_final[final] = True
-            final_rows[final] = shape.target_rows + first - 1
+            arrays["is_final"][final] = True
+            arrays["final_rows"][final] = shape.target_rows + first - 1
             final += 1
-    return HostInputs(
-        arrays={
-            "rows": rows,
-            "host_limit": limit,
-            "is_decode": np.arange(bucket) < num_decode,
-            "is_final": is_final,
-            "final_rows": final_rows,
-            "draft_budget": np.array([shape.target_rows - num_decode], np.int64),
-            "chunk_ids": chunk_ids,
-            "chunk_next_ids": next_ids,
-            "chunk_positions": positions,
-            "chunk_slots": slots,
-        },
-        chunks=tuple(chunks),
-    )
+    return HostInputs(arrays=arrays, chunks=tuple(chunks))
 
 
 class StepProgram:
-    """One captured shape: static inputs and the graph over them."""
+    """One captured shape: static inputs, the graph over them, and the tensors that it leaves its results in."""
 
     def __init__(
         self, shape: StepShape, run: Callable[[StepProgram, StepExtent], None], device: Device
@@ -104,6 +108,7 @@ class StepProgram:
         self.shape = shape
         self.any_sampled = False
         self.any_filtered = False
+        self.results: StepTensors | None = None  # set by the function that is captured
         self.inputs = StepInputs(
             rows=buffer(bucket),
             host_limit=buffer(bucket),

@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import numpy as np
 import torch
 
 from core.devices.base import Device
 from core.engine.feedback import InFlight, ResultRing, StepTensors
-from core.engine.graphs import HostInputs, StepProgram, host_inputs
+from core.engine.graphs import HostInputs, StepProgram, host_inputs, padding_inputs
 from core.engine.plan import StepExtent, StepPlan, StepResult, StepShape
 from core.engine.request_state import RequestState
 from core.kvcache.storage import KVStorage
@@ -53,7 +52,6 @@ class Worker:
         self._ring = ResultRing(lag=lag, max_seqs=max_seqs, draft_width=speculator.width, device=device)
         self._programs: dict[StepShape, StepProgram] = {}
         self._capture_on_demand = capture_on_demand
-        self._results: StepTensors | None = None  # of the step that the stream ran last
 
     def warm_up(
         self, shapes: Iterable[StepShape], extent: StepExtent, report: Callable[[StepShape], None]
@@ -74,7 +72,7 @@ class Worker:
 
     def _capture(self, shape: StepShape, extent: StepExtent | None) -> None:
         program = self._programs[shape] = StepProgram(shape, self.run_step, self.device)
-        program.fill(host_inputs_of_padding(shape, self.state.pad_row, self.storage.page_size))
+        program.fill(padding_inputs(shape, pad_row=self.state.pad_row, page_size=self.storage.page_size))
         if extent is not None:
             rows = min(self.speculator.width + 1, max(shape.target_rows, 1))
             program.graph.replay(dataclasses.replace(extent, rows_per_sequence=rows))
@@ -104,8 +102,8 @@ class Worker:
         program.any_sampled, program.any_filtered = plan.any_sampled, plan.any_filtered
         program.graph.replay(plan.extent)
         if plan.shape.request_bucket:
-            assert self._results is not None
-            self._ring.copy_in(slot, self._results)
+            assert program.results is not None
+            self._ring.copy_in(slot, program.results)
 
     def _program(self, shape: StepShape) -> StepProgram:
         program = self._programs.get(shape)
@@ -136,7 +134,7 @@ class Worker:
             spec.propose(state, arranged, inputs, extent, self._draft_caches)
         elif shape.request_bucket:
             state.num_drafts.index_fill_(0, inputs.rows, 0)
-        self._results = StepTensors(
+        program.results = StepTensors(
             token_ids=verdict.token_ids,
             num_emitted=verdict.num_emitted,
             num_verified=arranged.lengths,
@@ -145,7 +143,7 @@ class Worker:
 
     def _verify(self, program: StepProgram, arranged: Arrangement, hidden: torch.Tensor) -> Verdict:
         shape, inputs, spec = program.shape, program.inputs, self.speculator
-        logits = self.model.logits(hidden[spec.logit_rows(arranged, inputs, shape)])
+        logits = self.model.logits(hidden[spec.logit_rows(inputs, shape)])
         rows = inputs.rows[arranged.sequence]
         positions = arranged.batch.positions[: shape.target_rows]
         if shape.chunk_rows:
@@ -167,25 +165,3 @@ class Worker:
         anchors = torch.where(arranged.active, last, state.anchor_ids[rows])
         state.anchor_ids.index_copy_(0, rows, anchors)
         state.positions.index_copy_(0, rows, arranged.positions + verdict.num_emitted)
-
-
-def host_inputs_of_padding(shape: StepShape, pad_row: int, page_size: int) -> HostInputs:
-    """Inputs of a step in which every row is padding."""
-    bucket, chunk = shape.request_bucket, shape.chunk_rows
-    dummy = np.arange(chunk, dtype=np.int64) % page_size
-    zeros = np.zeros(bucket, np.int64)
-    return HostInputs(
-        arrays={
-            "rows": np.full(bucket, pad_row, np.int64),
-            "host_limit": zeros,
-            "is_decode": np.zeros(bucket, bool),
-            "is_final": np.zeros(bucket, bool),
-            "final_rows": zeros,
-            "draft_budget": np.array([shape.target_rows], np.int64),
-            "chunk_ids": np.zeros(chunk, np.int64),
-            "chunk_next_ids": np.zeros(chunk, np.int64),
-            "chunk_positions": np.zeros(chunk, np.int64),
-            "chunk_slots": dummy,
-        },
-        chunks=(),
-    )
