@@ -22,7 +22,7 @@ class StepStats(msgspec.Struct, kw_only=True):
     request_bucket: int = 0  # physical request capacity that ran
     target_rows: int = 0  # physical verify rows that ran (the chosen budget)
     full_width_rows: int = 0  # target_rows at full width for that bucket
-    transient: bool = False  # a prefill chunk inside, or another request set than the step before
+    transient: bool = False  # prompt rows inside: no budget decision
     decided: bool = False  # whether a budget policy chose target_rows (False: forced or fixed)
     fallback: str | None = None  # why a deciding policy ran full width: no_profile, transient, pause
     # speculation, summed over sequences that were still running

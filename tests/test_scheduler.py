@@ -55,7 +55,6 @@ class ScriptedDevice:
             num_emitted=np.array(emitted, np.int64),
             num_verified=np.array(verified, np.int64),
             confidence=None,
-            executed_rows=plan.shape.target_rows,
         )
 
     def _check_room(self, req_idx: int, generation: int, draft_limit: int) -> None:

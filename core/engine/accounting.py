@@ -32,9 +32,7 @@ class IntervalClock:
         return interval
 
 
-def step_stats(
-    result: StepResult, kept: list[int], *, width: int, full_width_rows: int, scheduler: Scheduler
-) -> StepStats:
+def step_stats(result: StepResult, kept: list[int], *, width: int, scheduler: Scheduler) -> StepStats:
     """Count one retired step. kept[i]: tokens of row i that reached its request, -1 where nobody waits for them."""
     plan, choice = result.plan, result.plan.choice
     num_decode = len(plan.decode)
@@ -51,7 +49,7 @@ def step_stats(
         prefill_tokens=sum(len(chunk.token_ids) for chunk in plan.chunks),
         request_bucket=plan.shape.request_bucket,
         target_rows=plan.shape.target_rows,
-        full_width_rows=full_width_rows,
+        full_width_rows=plan.shape.request_bucket * (width + 1),
         transient=plan.transient,
         decided=choice.decided,
         fallback=choice.fallback,

@@ -15,7 +15,7 @@ from core.config import EngineConfig
 from core.devices.base import Device, open_device
 from core.engine.graphs import chunk_buckets, serving_shapes
 from core.engine.loop import EngineLoop, StepOutcome
-from core.engine.plan import StepExtent
+from core.engine.plan import StepExtent, StepShape
 from core.engine.request_state import RequestState
 from core.engine.scheduler import Scheduler
 from core.engine.worker import Worker
@@ -132,7 +132,7 @@ def warm_up(engine: Engine, report: Report = no_report) -> None:
     )
 
 
-def _shape_name(shape: Any) -> str:
+def _shape_name(shape: StepShape) -> str:
     return f"{shape.request_bucket} sequences, {shape.target_rows} rows, {shape.chunk_rows} prompt rows"
 
 
@@ -217,7 +217,6 @@ def wire(
         speculator=speculator,
         worker=worker,
         lag=schedule.lag,
-        full_width=lambda bucket: bucket * (speculator.width + 1),
     )
 
 

@@ -72,5 +72,4 @@ class ResultRing:
             num_emitted=host.num_emitted[:count].numpy().copy(),
             num_verified=host.num_verified[:count].numpy().copy(),
             confidence=host.confidence[:count].numpy().copy() if plan.choice.propose_depth else None,
-            executed_rows=plan.shape.target_rows,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from core.engine.accounting import IntervalClock, step_stats
@@ -39,7 +38,6 @@ class EngineLoop:
     speculator: Speculator
     worker: Worker
     lag: int
-    full_width: Callable[[int], int]  # target rows of a request bucket at full width
     next_step: int = 0
     in_flight: deque[InFlight] = field(default_factory=deque)
     _clock: IntervalClock = field(default_factory=IntervalClock)
@@ -67,13 +65,7 @@ class EngineLoop:
         interval = self._clock.observe(result.plan, time.perf_counter(), pipeline_full=pipeline_full)
         outputs, kept = self.scheduler.apply(result)
         self.speculator.observe(result)
-        stats = step_stats(
-            result,
-            kept,
-            width=self.speculator.width,
-            full_width_rows=self.full_width(result.plan.shape.request_bucket),
-            scheduler=self.scheduler,
-        )
+        stats = step_stats(result, kept, width=self.speculator.width, scheduler=self.scheduler)
         stats.measured_seconds = interval
         stats.schedule_seconds = self._schedule_seconds.popleft()
         stats.preemptions, self.scheduler.num_preemptions = self.scheduler.num_preemptions, 0

@@ -62,7 +62,6 @@ class DecodeRow:
     req_idx: int
     generation: int
     draft_limit: int
-    has_drafts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,6 @@ class StepResult:
     num_emitted: np.ndarray  # [N] int64: accepted + 1; 0 for a sequence that had reached its limit
     num_verified: np.ndarray  # [N] int64: draft rows verified
     confidence: np.ndarray | None = field(repr=False)  # [N, W] float32 of the drafts made in this step
-    executed_rows: int  # target rows that really ran
 
     @property
     def num_accepted(self) -> np.ndarray:

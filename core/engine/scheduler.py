@@ -187,7 +187,6 @@ class Scheduler:
             step=step,
             request_bucket=bucket,
             rows=tuple(row for _, row in decode),
-            num_sampling=len(sampling),
             max_kv_length=longest,
             transient=bool(chunks),
         )
@@ -245,7 +244,6 @@ class Scheduler:
                         req_idx=seq.req_idx,
                         generation=seq.generation,
                         draft_limit=limit,
-                        has_drafts=seq.has_drafts,
                     ),
                 )
             )

@@ -52,7 +52,6 @@ class Speculator:
         step: int,
         request_bucket: int,
         rows: tuple[DecodeRow, ...],
-        num_sampling: int,
         max_kv_length: int,
         transient: bool,
     ) -> BudgetChoice:
@@ -62,7 +61,7 @@ class Speculator:
             request_bucket=request_bucket,
             rows=rows,
             max_kv_length=max_kv_length,
-            transient=transient or not rows,
+            transient=transient,
         )
 
     def observe(self, result: StepResult) -> None:
@@ -166,7 +165,7 @@ class Speculator:
             chunks=inputs.chunks,
         )
 
-    def logit_rows(self, arranged: Arrangement, inputs: StepInputs, shape: StepShape) -> torch.Tensor | slice:
+    def logit_rows(self, inputs: StepInputs, shape: StepShape) -> torch.Tensor | slice:
         """Rows whose logits are needed: the G decode rows, then one per sequence that ends its prompt."""
         if shape.chunk_rows == 0:
             return slice(None)

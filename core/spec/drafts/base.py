@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter, and the registry of algorithms.
+"""What the engine asks of a drafter.
 
 A drafter owns KV layers of its own in the target's pages. It is told what was committed (`publish`) and asked for
 drafts (`propose`); both run on the device stream right behind verification, with shapes fixed by the plan.
