@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -234,6 +235,32 @@ def test_large_bodies_are_refused_announced_or_not(rig: Rig) -> None:
     with contextlib.suppress(httpx.WriteError):  # the server may close while the client still writes
         assert_error(rig.client.post("/v1/completions", content=chunks), 413)
     assert rig.text_of_good_request() == REPLY
+
+
+LARGE_BODIES = {
+    "text": '"prompt": "' + "a b " * 10**6 + '"',
+    "prompts": '"prompt": [' + ", ".join(['"a b c"'] * 400_000) + "]",
+    "token lists": '"prompt": [' + ", ".join(["[1]"] * 400_000) + "]",
+    "messages": '"messages": [' + ", ".join(['{"role": "user", "content": "a"}'] * 100_000) + "]",
+}
+
+
+@pytest.mark.parametrize("fields", LARGE_BODIES.values(), ids=LARGE_BODIES)
+def test_a_large_body_does_not_hold_up_the_others(rig: Rig, fields: str) -> None:
+    """Bodies below the limit that are refused late: meanwhile the server's loop must go round."""
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(
+            httpx.post, rig.url + path, content=f'{{"model": "tiny", {fields}}}'.encode(), timeout=60
+        )
+        started, pauses = time.monotonic(), []
+        while not large.done():
+            sent = time.monotonic()
+            assert rig.client.get("/health").status_code == 200
+            pauses.append(time.monotonic() - sent)
+    assert_error(large.result(), 400)
+    # A pause as long as the work itself would stop every stream for seconds.
+    assert max(pauses) < max(1.0, 0.5 * (time.monotonic() - started))
 
 
 def test_request_ids_are_echoed_when_harmless(rig: Rig) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -44,8 +45,8 @@ from metrics.prometheus import ServerMetrics
 
 __all__ = ["bind_socket", "create_app", "serve_http"]
 
-# Tokenizing a text of this length takes about a millisecond; longer ones leave the event loop to the streams.
-INLINE_TEXT_LENGTH = 4096
+# Parsing or tokenizing this much takes about a millisecond; more leaves the event loop to the streams.
+INLINE_LENGTH = 4096
 GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _REJECT_REASONS = {
     "queue_full": "queue_full",
@@ -53,6 +54,9 @@ _REJECT_REASONS = {
     "context_length_exceeded": "too_long",
     "model_not_found": "not_found",
 }
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Service:
@@ -80,14 +84,9 @@ class Service:
         """Answer POST /v1/chat/completions."""
         arrived = self.frontend.clock()
         self.frontend.check_available()
-        request = parse_request(ChatCompletionRequest, await http.body(), self.rules)
-        prompt = self.text.render_chat(
-            [message.for_template() for message in request.messages],
-            add_generation_prompt=request.add_generation_prompt is not False,
-            template_kwargs=request.chat_template_kwargs,
-        )
-        # The template has already written the special tokens.
-        prompt_ids = await self._encode(prompt, add_special_tokens=False, param="messages")
+        body = await http.body()
+        request = await _apart(len(body), parse_request, ChatCompletionRequest, body, self.rules)
+        prompt_ids = await _apart(len(body), self._chat_tokens, request)
         answer = ChatAnswer(request, request_id=http.state.request_id)
         generation = self._submit(http, request, [prompt_ids], param="messages", arrived=arrived)
         return await self._respond(http, request, answer, generation)
@@ -96,22 +95,34 @@ class Service:
         """Answer POST /v1/completions."""
         arrived = self.frontend.clock()
         self.frontend.check_available()
-        request = parse_request(CompletionRequest, await http.body(), self.rules)
-        prompts = [
-            await self._encode(prompt, add_special_tokens=True, param="prompt")
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in request.prompt
-        ]
+        body = await http.body()
+        request = await _apart(len(body), parse_request, CompletionRequest, body, self.rules)
+        self.frontend.check_fits(len(request.prompt))
+        prompts = await _apart(len(body), self._prompt_tokens, request)
         answer = CompletionAnswer(request, request_id=http.state.request_id)
         generation = self._submit(http, request, prompts, param="prompt", arrived=arrived)
         return await self._respond(http, request, answer, generation)
 
-    async def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+    def _chat_tokens(self, request: ChatCompletionRequest) -> list[int]:
+        prompt = self.text.render_chat(
+            [message.for_template() for message in request.messages],
+            add_generation_prompt=request.add_generation_prompt is not False,
+            template_kwargs=request.chat_template_kwargs,
+        )
+        # The template has already written the special tokens.
+        return self._encode(prompt, add_special_tokens=False, param="messages")
+
+    def _prompt_tokens(self, request: CompletionRequest) -> list[list[int]]:
+        return [
+            self._encode(prompt, add_special_tokens=True, param="prompt")
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in request.prompt
+        ]
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:
-            if len(text) <= INLINE_TEXT_LENGTH:
-                return self.text.encode(text, add_special_tokens=add_special_tokens)
-            return await asyncio.to_thread(self.text.encode, text, add_special_tokens=add_special_tokens)
+            return self.text.encode(text, add_special_tokens=add_special_tokens)
         except RequestRejected as error:
             raise RequestRejected(f"{param}: {error}", param=param) from None
 
@@ -166,6 +177,13 @@ class Service:
             headers = {"x-should-retry": "false"} if retry is None else {"retry-after": str(retry)}
         body = error_body(str(error), status=error.status, param=error.param, code=error.code)
         return _error(body, error.status, headers)
+
+
+async def _apart(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do work over `size` bytes: at once where that is short, else on a thread."""
+    if size <= INLINE_LENGTH:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def create_app(

@@ -155,6 +155,14 @@ class Frontend:
             message = f"the server is starting (phase {self.phase})"
             raise Unavailable(message, status=503, code="starting", retry_after=5)
 
+    def check_fits(self, num_prompts: int) -> None:
+        """Refuse more prompts than this server holds even when it is idle."""
+        if num_prompts > self.capacity:
+            message = (
+                f"prompt: {num_prompts} prompts are more than the {self.capacity} that this server holds"
+            )
+            raise RequestRejected(message, param="prompt")
+
     def submit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -169,11 +177,7 @@ class Frontend:
     ) -> Generation:
         """Start one generation with a choice per prompt: all of them, or none and RequestRejected."""
         self.check_available()
-        if len(prompts) > self.capacity:
-            message = (
-                f"prompt: {len(prompts)} prompts are more than the {self.capacity} that this server holds"
-            )
-            raise RequestRejected(message, param="prompt")
+        self.check_fits(len(prompts))
         if len(self._active) + len(prompts) > self.capacity:
             message = f"the queue is full ({len(self._active)} requests); try again later"
             raise Unavailable(message, status=429, code="queue_full", retry_after=1)
