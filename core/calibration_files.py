@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from core.config import CalibrationConfig, ContextConfig, EngineConfig
+from core.config import CalibrationConfig, ContextConfig, EngineConfig, default_tiers
 from core.errors import ConfigError
 from core.facts import Document
 from core.options import RETIRED_FLAGS
@@ -20,12 +20,6 @@ from core.spec.json_reader import JsonNode
 
 CALIBRATION_FLAG = "adaptive_target_verify_calibration"
 TABLE_FLAG = "adaptive_target_verify_cost_table"
-
-
-def default_tiers(bucket: int, width: int) -> tuple[int, ...]:
-    """B, 2B, 4B and full width B(W+1): sorted, distinct, none above full."""
-    full = bucket * (width + 1)
-    return tuple(sorted({min(rows, full) for rows in (bucket, 2 * bucket, 4 * bucket, full)}))
 
 
 def check_draft_step_config(document: Document | None) -> None:

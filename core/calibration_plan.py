@@ -14,15 +14,15 @@ from typing import Any
 from core.calibration_files import (
     CALIBRATION_FLAG,
     check_draft_step_config,
-    default_tiers,
     from_cost_table,
     overridden,
 )
-from core.config import CalibrationConfig, ContextConfig
+from core.config import CalibrationConfig, ContextConfig, default_tiers
 from core.errors import ConfigError
 from core.facts import Facts
 from core.options import LaunchOptions
 from core.rules import draft_width
+from core.spec.calibration import steps_per_point
 from core.spec.costs import check_connected
 
 DEFAULT_PREFILL_TOKENS = 2048
@@ -67,8 +67,7 @@ def default_grid(buckets: tuple[int, ...], width: int) -> dict[int, tuple[int, .
 
 def worst_case_tokens(settings: CalibrationConfig, width: int) -> int:
     """Tokens that a probe may add to a sequence: all steps, both slots in flight, all drafts accepted."""
-    steps = settings.warmup_steps + settings.windows_per_point * settings.window_steps + IN_FLIGHT_SLOTS + 1
-    return steps * (width + 1) + width
+    return steps_per_point(settings, lag=IN_FLIGHT_SLOTS) * (width + 1) + width
 
 
 def kv_values_per_token(target: Mapping[str, Any] | None, draft: Mapping[str, Any] | None) -> int | None:

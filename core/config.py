@@ -5,12 +5,13 @@ Nothing below is ever half filled in: an `EngineConfig` that exists has passed t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 Algorithm = Literal["DSpark", "MTP"]
 DeviceKind = Literal["cpu", "cuda", "npu"]
+REDACTED = "<redacted>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +22,6 @@ class ModelConfig:
     served_name: str
     dtype: Literal["bfloat16", "float32", "float16"]
     max_model_len: int
-
-    @property
-    def is_builtin(self) -> bool:
-        return self.path is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +118,8 @@ class ServerConfig:
     log_format: Literal["auto", "console", "json"]
     log_level: str
     decision_log: Path | None
+    # SHA-256 of the keys that clients must show; without any the server is open
+    api_key_digests: tuple[str, ...] = field(default=(), repr=False, metadata={"secret": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,17 +149,30 @@ class EngineConfig:
             return (full,)
         if spec.calibration is not None and bucket in spec.calibration.target_graph_rows:
             return spec.calibration.target_graph_rows[bucket]
-        return tuple(sorted({bucket, min(2 * bucket, full), min(4 * bucket, full), full}))
+        return default_tiers(bucket, self.draft_width)
+
+
+def default_tiers(bucket: int, width: int) -> tuple[int, ...]:
+    """B, 2B, 4B and full width B(W+1): sorted, distinct, none above full."""
+    full = bucket * (width + 1)
+    return tuple(sorted({min(rows, full) for rows in (bucket, 2 * bucket, 4 * bucket, full)}))
+
+
+def without_secrets(config: EngineConfig) -> EngineConfig:
+    """Return the configuration as everybody but the HTTP server may have it."""
+    return replace(config, server=replace(config.server, api_key_digests=()))
 
 
 def to_plain(config: Any) -> Any:
-    """Turn a config tree into JSON-ready values (paths become strings)."""
-    import dataclasses
-
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {f.name: to_plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    """Turn a config tree into JSON-ready values (paths become strings). Secrets are not shown."""
+    if is_dataclass(config) and not isinstance(config, type):
+        return {f.name: _shown(f, getattr(config, f.name)) for f in fields(config)}
     if isinstance(config, dict):
         return {str(k): to_plain(v) for k, v in config.items()}
     if isinstance(config, list | tuple):
         return [to_plain(v) for v in config]
     return str(config) if isinstance(config, Path) else config
+
+
+def _shown(entry: Field[Any], value: Any) -> Any:
+    return REDACTED if value and entry.metadata.get("secret") else to_plain(value)

@@ -29,8 +29,8 @@ def probe_points(config: CalibrationConfig) -> Iterator[ProbePoint]:
 
 
 def steps_per_point(config: CalibrationConfig, *, lag: int) -> int:
-    """Decode steps that a point launches at most: fill, warm-up, windows, and what is in flight at the end."""
-    return config.warmup_steps + config.windows_per_point * config.window_steps + 1 + 2 * lag
+    """Decode steps that a point launches at most: one without an interval, warm-up, windows, and those in flight."""
+    return 1 + config.warmup_steps + config.windows_per_point * config.window_steps + lag
 
 
 @dataclass(slots=True, kw_only=True)
