@@ -165,10 +165,6 @@ class LocalRanks:
         self._relay = relay
         self._ranks: list[RankProcess] = []
 
-    @property
-    def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._ranks]
-
     def start(self, *, to_engine: str, from_engine: str) -> None:
         """Start every local rank. Call from the main thread."""
         config_file = self._directory / "config.json"
@@ -223,7 +219,7 @@ def rank_environment(
     config: EngineConfig, *, local_rank: int, error_file: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of one rank: torchrun's variables, how OpenMP threads wait, where the code is."""
-    env = dict(base)
+    env = {name: value for name, value in base.items() if name != API_KEY_VARIABLE}
     parallel = config.parallel
     address, _, port = parallel.master_node_addr.rpartition(":")
     env |= {

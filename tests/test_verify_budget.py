@@ -186,13 +186,11 @@ def test_sequences_that_never_retired_count_as_certain() -> None:
     assert (survival == 1.0).all()
 
 
-def test_another_generation_or_a_forgotten_row_has_no_feedback() -> None:
-    table = FeedbackTable(2, W)
-    table.record(0, [0, 1], [4, 4], [confident(0.1), confident(0.1)])
+def test_another_generation_has_no_feedback() -> None:
+    table = FeedbackTable(1, W)
+    table.record(0, [0], [4], [confident(0.1)])
     assert table.survival_for(2, [0], [5])[0][0, 0] == 1.0
     assert table.survival_for(2, [0], [4])[0][0, 0] == pytest.approx(0.1)
-    table.forget(1)
-    assert table.survival_for(2, [1], [4])[0][0, 0] == 1.0
     table.record(2, [0], [5], [confident(0.9)])  # the row's next owner: the old entry is still in the ring
     assert table.survival_for(3, [0], [5])[0][0, 0] == 1.0
     assert table.survival_for(4, [0], [5])[0][0, 0] == pytest.approx(0.9)
@@ -235,6 +233,4 @@ def test_random_schedules_agree_with_a_list_of_everything_that_retired() -> None
             table.record(step, row, generation[row], confidence)
             history[row].append((step, generation[row], np.cumprod(confidence, dtype=np.float64)))
         if rng.random() < 0.05:
-            row = int(rng.integers(6))
-            generation[row] += 1
-            table.forget(row)
+            generation[int(rng.integers(6))] += 1

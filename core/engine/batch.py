@@ -41,10 +41,6 @@ class RaggedBatch:
     decode: DecodeRows | None
     chunks: tuple[ChunkRows, ...] = ()
 
-    @property
-    def num_rows(self) -> int:
-        return self.input_ids.shape[0]
-
 
 @dataclass(slots=True, kw_only=True)
 class StepInputs:

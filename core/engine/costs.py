@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import structlog
 import torch
 
-from core.config import CalibrationConfig, SpeculationConfig, to_plain
+from core.config import CalibrationConfig, ContextConfig, SpeculationConfig, to_plain
 from core.engine.build import Engine, Report, draft_fingerprint
 from core.engine.probing import ProbedPoint, Prober
 from core.errors import CalibrationError, ConfigError
+from core.logs import get_logger
 from core.models.weights import fingerprint
 from core.spec.budgets import AdaptiveVerify
 from core.spec.cost_table import (
@@ -25,7 +25,7 @@ from core.spec.cost_table import (
 )
 from core.spec.costs import fit_costs, shape_report
 
-logger = structlog.get_logger()
+logger = get_logger("xspec.engine")
 
 
 def install_costs(engine: Engine, report: Report) -> None:
@@ -126,7 +126,7 @@ def _measure(
     }
 
 
-def _fit(calibration: CalibrationConfig, probed: list[ProbedPoint], context: Any) -> CostProfile:
+def _fit(calibration: CalibrationConfig, probed: list[ProbedPoint], context: ContextConfig) -> CostProfile:
     samples = tuple(p.sample for p in probed if p.sample is not None and p.point.context == context)
     try:
         fit = fit_costs(samples, calibration.model)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from itertools import count, groupby
 
 import numpy as np
-import structlog
 
 from core.config import CalibrationConfig, ContextConfig
 from core.engine.loop import EngineLoop
 from core.errors import CalibrationError
+from core.logs import get_logger
 from core.spec.budgets import ForcedRows, Tiers
 from core.spec.calibration import ProbePoint, WindowSampler, probe_points, steps_per_point
 from core.spec.costs import CostSample
 from core.types import Request, SamplingParams
 
-logger = structlog.get_logger()
+logger = get_logger("xspec.engine")
 FIRST_PROBE_ID = -1  # synthetic requests count down from here; served ones are positive
 
 

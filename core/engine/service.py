@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import structlog
 import zmq
 
 from core.config import EngineConfig, to_plain
@@ -25,7 +24,6 @@ from core.server.wire import (
 )
 from core.types import FinishReason, RequestOutput
 
-logger = structlog.get_logger()
 IDLE_POLL_MS = 1000
 SEND_LINGER_MS = 2000
 

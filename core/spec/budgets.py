@@ -37,6 +37,11 @@ class BudgetPolicy(Protocol):
         ...
 
 
+def _full_width(tiers: Tiers, request_bucket: int) -> int:
+    """Target rows at full width; 0 where nothing samples."""
+    return tiers(request_bucket)[-1] if request_bucket else 0
+
+
 class FullWidth:
     """Every draft is verified in every step: fixed-width speculation, and plain decoding at width 0."""
 
@@ -53,8 +58,9 @@ class FullWidth:
         max_kv_length: int,
         transient: bool,
     ) -> BudgetChoice:
-        rows_full = self._tiers(request_bucket)[-1] if request_bucket else 0
-        return BudgetChoice(target_rows=rows_full, propose_depth=self._draft_width)
+        return BudgetChoice(
+            target_rows=_full_width(self._tiers, request_bucket), propose_depth=self._draft_width
+        )
 
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
@@ -76,17 +82,9 @@ class ForcedRows(FullWidth):
         max_kv_length: int,
         transient: bool,
     ) -> BudgetChoice:
-        if transient:
-            return super().choose(
-                step=step,
-                request_bucket=request_bucket,
-                rows=rows,
-                max_kv_length=max_kv_length,
-                transient=transient,
-            )
-        return BudgetChoice(
-            target_rows=self._pick(request_bucket, len(rows)), propose_depth=self._draft_width
-        )
+        full = _full_width(self._tiers, request_bucket)
+        target_rows = full if transient else self._pick(request_bucket, len(rows))
+        return BudgetChoice(target_rows=target_rows, propose_depth=self._draft_width)
 
 
 def random_tier(tiers: Tiers, *, seed: int) -> Callable[[int, int], int]:
@@ -99,7 +97,6 @@ class AdaptiveVerify:
     """DESIGN 1.2: the tier with the highest predicted throughput, from lagged survivals and measured costs."""
 
     def __init__(self, tiers: Tiers, profiles: CostProfiles, *, num_rows: int, draft_width: int) -> None:
-        self._full = FullWidth(tiers, draft_width=draft_width)
         self._tiers = tiers
         self._profiles = profiles
         self._draft_width = draft_width
@@ -117,9 +114,8 @@ class AdaptiveVerify:
     ) -> BudgetChoice:
         nan_confidences, self._nan_confidences = self._nan_confidences, 0
         if transient:
-            full = self._tiers(request_bucket)[-1] if request_bucket else 0
             return BudgetChoice(
-                target_rows=full,
+                target_rows=_full_width(self._tiers, request_bucket),
                 propose_depth=self._draft_width,
                 fallback="transient",
                 nan_confidences=nan_confidences,

@@ -139,7 +139,3 @@ class FeedbackTable:
         newest_step = int(usable_steps.max(initial=-1))
         assert newest_step <= plan_step - LAG or newest_step == -1, (newest_step, plan_step)
         return lagged, newest_step
-
-    def forget(self, req_idx: int) -> None:
-        """Drop a row's feedback: its sequence was preempted or ended."""
-        self._step[req_idx] = -1
