@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from core.api_keys import ApiKeys, find_api_keys
 from core.builtin import builtin_draft_path
 from core.config import DeviceKind
 from core.errors import ConfigError
@@ -70,6 +71,7 @@ class Facts:
     draft_step_config: Document | None = None
     calibration: Document | None = None
     cost_table: Document | None = None
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
 
 
 def gather_facts(options: LaunchOptions) -> Facts:
@@ -88,6 +90,7 @@ def gather_facts(options: LaunchOptions) -> Facts:
         draft_step_config=_read_document(options.adaptive_draft_step_config),
         calibration=_read_document(options.adaptive_target_verify_calibration),
         cost_table=_read_document(options.adaptive_target_verify_cost_table),
+        api_keys=find_api_keys(options.api_key_file, os.environ),
     )
 
 

@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, Protocol
 
-from core.config import EngineConfig, to_plain
+from core.config import EngineConfig, to_plain, without_secrets
 from core.config_codec import encode_config
 from core.errors import EngineFailed, ExitCode
 from core.logs import get_logger, log_effective_configuration
@@ -203,7 +203,7 @@ class ServerLaunch:
             device_type=self.config.device.kind,
             cost_model=calibration.model if calibration is not None else "",
             world_size=self.config.parallel.world_size,
-            config_sha256=hashlib.sha256(encode_config(self.config)).hexdigest(),
+            config_sha256=hashlib.sha256(encode_config(without_secrets(self.config))).hexdigest(),
         )
         self.metrics.set_policy_state(
             "off" if speculation is None else "fixed" if calibration is None else "adaptive"
@@ -320,7 +320,11 @@ def server_metrics(config: EngineConfig) -> ServerMetrics:
 
 
 def for_ranks(config: EngineConfig) -> EngineConfig:
-    """The configuration as ranks get it: they write into a pipe, so the parent's stderr decides for them."""
+    """The configuration as ranks get it: without secrets, and with the log format of the parent's stderr.
+
+    They write into a pipe, so they could not find that out themselves.
+    """
+    config = without_secrets(config)
     if config.server.log_format != "auto":
         return config
     log_format: Literal["console", "json"] = "console" if sys.stderr.isatty() else "json"

@@ -198,6 +198,13 @@ class LaunchOptions:
     port: int = _flag(
         8000, "Port to listen on; 0 takes a free one.", group=Group.SERVING, minimum=0, maximum=65535
     )
+    api_key_file: str | None = _flag(
+        None,
+        "File with the keys that clients must show as bearer tokens, one a line; XSPEC_API_KEY may hold one "
+        "key instead. Default: no key is asked for.",
+        group=Group.SERVING,
+        is_path=True,
+    )
     drain_timeout: float = _flag(
         30.0, "Seconds that running requests get after Ctrl-C.", group=Group.SERVING, minimum=0
     )

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import core
+from core.api_keys import VARIABLE as API_KEY_VARIABLE
 from core.config import EngineConfig
 from core.config_codec import encode_config
 from core.errors import ExitCode

@@ -106,6 +106,8 @@ def _path_problems(options: LaunchOptions, facts: Facts) -> list[str]:
             problems.append(f"{shown(options, name)}: {document.problem}; name a readable JSON file")
     if facts.output_problem:
         problems.append(f"adaptive_target_verify_cost_table_output: {facts.output_problem}")
+    if facts.api_keys.problem:
+        problems.append(facts.api_keys.problem)
     return problems
 
 
@@ -181,7 +183,7 @@ def _build(options: LaunchOptions, facts: Facts, sources: Mapping[str, str]) -> 
             master_node_addr=options.master_node_addr,
         ),
         device=_device(options, facts),
-        server=_server(options),
+        server=_server(options, facts),
         sources=dict(sources),
     )
 
@@ -240,7 +242,7 @@ def _device(options: LaunchOptions, facts: Facts) -> DeviceConfig:
     )
 
 
-def _server(options: LaunchOptions) -> ServerConfig:
+def _server(options: LaunchOptions, facts: Facts) -> ServerConfig:
     return ServerConfig(
         host=options.host,
         port=options.port,
@@ -253,6 +255,7 @@ def _server(options: LaunchOptions) -> ServerConfig:
         else "auto",
         log_level=options.log_level,
         decision_log=_path(options.decision_log),
+        api_key_digests=facts.api_keys.digests,
     )
 
 

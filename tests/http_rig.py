@@ -6,6 +6,7 @@ Test modules import the fixtures `rig` (one per module) and `make_rig` (as many 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import tempfile
 import threading
@@ -47,7 +48,7 @@ def steps_of(text: str, size: int = 3) -> list[list[int]]:
     return [ids[at : at + size] for at in range(0, len(ids), size)]
 
 
-def make_config(*, adaptive: bool, max_queue: int) -> EngineConfig:
+def make_config(*, adaptive: bool, max_queue: int, **server_options: Any) -> EngineConfig:
     speculation = SpeculationConfig(
         algorithm="DSpark",
         draft_model=None,
@@ -82,6 +83,7 @@ def make_config(*, adaptive: bool, max_queue: int) -> EngineConfig:
             log_format="auto",
             log_level="info",
             decision_log=None,
+            **server_options,
         ),
     )
 
@@ -96,9 +98,11 @@ class Rig:
         script: Callable[[Request], list[list[int]]] | None = None,
         adaptive: bool = False,
         max_queue: int = 60,
+        api_keys: tuple[str, ...] = (),
         **engine_options: Any,
     ) -> None:
-        config = make_config(adaptive=adaptive, max_queue=max_queue)
+        digests = tuple(hashlib.sha256(key.encode()).hexdigest() for key in api_keys)
+        config = make_config(adaptive=adaptive, max_queue=max_queue, api_key_digests=digests)
         self.metrics = ServerMetrics(model_name="tiny", max_draft_tokens=7, max_model_len=MAX_MODEL_LEN)
         # Not under pytest's directory: socket paths have room for about a hundred characters.
         self._sockets = tempfile.TemporaryDirectory(prefix="xspec-test-")

@@ -55,6 +55,7 @@ FROZEN = {
     "enable_pd_disaggregation": False,
     "host": "127.0.0.1",
     "port": 8000,
+    "api_key_file": None,
     "drain_timeout": 30.0,
     "max_queue": 256,
     "log_format": "auto",

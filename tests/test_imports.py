@@ -79,6 +79,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "core.spec.calibration",
     ),
     "launch": (
+        "core.api_keys",
         "core.availability",
         "core.calibration_files",
         "core.calibration_plan",

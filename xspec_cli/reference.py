@@ -24,6 +24,9 @@ Flags are spelled with underscores or dashes (`--num_speculative_tokens 5`, `--n
 A boolean takes `=true`, `=false` or nothing. A value comes from the command line, else from the variable
 `XSPEC_<FLAG>`, else from the TOML file that `--config` names (keys are flag names), else from the default;
 `xspec config show` prints which.
+
+An API key is no flag: it stands in the file that `api_key_file` names or in `XSPEC_API_KEY`, never on a command
+line, and no command prints it.
 """
 
 EXIT_CODES = {

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from core.config import EngineConfig
 from core.errors import RequestRejected, XspecError
+from core.server.auth import GENERATING_ROUTES, RequireApiKey
 from core.server.frontend import EngineState, Frontend, Unavailable
 from core.server.generation import Generation
 from core.server.http import (
@@ -47,7 +48,6 @@ __all__ = ["bind_socket", "create_app", "serve_http"]
 
 # Parsing or tokenizing this much takes about a millisecond; more leaves the event loop to the streams.
 INLINE_LENGTH = 4096
-GENERATING_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _REJECT_REASONS = {
     "queue_full": "queue_full",
     "draining": "draining",
@@ -192,7 +192,9 @@ def create_app(
     """Return the ASGI application. The caller starts and stops the frontend."""
     service = Service(frontend, text, config, metrics)
     app = FastAPI(title="xspec", version=version("xspec"), redirect_slashes=False, redoc_url=None)
-    app.add_middleware(Edge, metrics=metrics)
+    if config.server.api_key_digests:
+        app.add_middleware(RequireApiKey, digests=config.server.api_key_digests, metrics=metrics)
+    app.add_middleware(Edge, metrics=metrics)  # added last, so it is outermost
     _add_generation_routes(app, service)
     _add_model_routes(app, service)
     _add_status_routes(app, service)

@@ -20,6 +20,7 @@ from core.errors import AddressInUse, ConfigError, RequestRejected
 from core.logs import get_logger
 from core.server.generation import Generation
 from core.server.responses import error_body, json_bytes
+from metrics.families import ROUTES
 from metrics.prometheus import ServerMetrics
 
 log = get_logger("xspec.server")
@@ -27,6 +28,7 @@ log = get_logger("xspec.server")
 MAX_BODY_BYTES = 8 * 2**20
 # A client's own request id is kept if it is harmless in logs and headers.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+_PLAIN_ROUTES = frozenset(route for route, _ in ROUTES)
 _CONVERTER = re.compile(r":[a-z]+\}")
 CLIENT_GONE = 499  # seen by logs and metrics only: nobody is left to read it
 
@@ -150,9 +152,11 @@ def _request_id(scope: Scope) -> str:
 
 
 def route_template(scope: Scope) -> str:
-    """Return the route that answered, never the path that the client wrote."""
+    """Return the route that answered, or would have; never a path that the client made up."""
     path = getattr(scope.get("route"), "path", None)
-    return _CONVERTER.sub("}", path) if isinstance(path, str) else "other"
+    if isinstance(path, str):
+        return _CONVERTER.sub("}", path)
+    return scope["path"] if scope["path"] in _PLAIN_ROUTES else "other"
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
