@@ -20,10 +20,11 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from core.config import EngineConfig, to_plain, without_secrets
 from core.config_codec import encode_config
@@ -205,13 +206,15 @@ class ServerLaunch:
             world_size=self.config.parallel.world_size,
             config_sha256=hashlib.sha256(encode_config(without_secrets(self.config))).hexdigest(),
         )
-        self.metrics.set_policy_state(
-            "off" if speculation is None else "fixed" if calibration is None else "adaptive"
-        )
         for rank in range(self.config.parallel.world_size):
             self.metrics.set_rank_up(rank, True)
-        if speculation is not None and calibration is not None:
-            self.metrics.set_calibration(result="loaded" if speculation.cost_table is not None else "ok")
+        if speculation is None or calibration is None:
+            self.metrics.set_policy_state("off" if speculation is None else "fixed")
+        else:
+            is_measured = speculation.cost_table is None
+            record_costs(
+                self.metrics, self.frontend.effective.get("calibration", {}), is_measured=is_measured
+            )
 
     def _on_message(self, message: FromEngine) -> None:
         match message:
@@ -316,6 +319,18 @@ def server_metrics(config: EngineConfig) -> ServerMetrics:
         max_model_len=config.model.max_model_len,
         drafter=config.speculation.algorithm if config.speculation else None,
         world_size=config.parallel.world_size,
+    )
+
+
+def record_costs(metrics: ServerMetrics, summary: Mapping[str, Any], *, is_measured: bool) -> None:
+    """Record the engine's account of the step costs in use: of several contexts the worst fit."""
+    metrics.set_policy_state("flat" if summary.get("flat") else "adaptive")
+    fits = summary.get("fit", [])
+    metrics.set_calibration(
+        result="ok" if is_measured else "loaded",
+        timestamp_seconds=time.time() if is_measured else None,
+        mean_relative_error=max((fit["mean_relative_error"] for fit in fits), default=None),
+        max_relative_error=max((fit["max_relative_error"] for fit in fits), default=None),
     )
 
 

@@ -12,9 +12,11 @@ from core.config import EngineConfig
 from core.engine import service
 from core.engine.build import Engine
 from core.errors import CalibrationError, ConfigError
+from core.launcher import record_costs, server_metrics
 from core.spec.budgets import AdaptiveVerify
 from core.spec.calibration import WindowSampler
 from metrics.stats import StepStats
+from metrics.status import Snapshot
 from tests.engines import engine_config, greedy, random_prompts, run, tiny_calibration
 from tests.tiny import VOCAB_SIZE, tiny_llama_config, write_tiny_llama
 from tests.tiny_draft import write_tiny_dspark
@@ -59,6 +61,20 @@ def test_calibration_leaves_nothing_behind(engine: Engine) -> None:
     assert loop.speculator.budget._feedback.survival_for(100, [0, 1], [1, 1])[1] == -1
     assert int(state.positions.abs().sum()) == 0
     assert int(state.num_drafts.sum()) == 0
+
+
+def test_metrics_say_how_well_the_costs_fit(engine: Engine, config: EngineConfig) -> None:
+    metrics = server_metrics(config)
+    record_costs(metrics, engine.effective["calibration"], is_measured=True)
+    after = Snapshot.parse(metrics.render(None)[1].decode())
+    (fit,) = engine.effective["calibration"]["fit"]
+    assert after.sum("xspec_calibration_residual_ratio", statistic="max") == fit["max_relative_error"]
+    assert after.sum("xspec_calibration_residual_ratio", statistic="mean") == fit["mean_relative_error"]
+    assert after.sum("xspec_calibration_timestamp_seconds") > 0
+    record_costs(metrics, {"flat": True}, is_measured=False)
+    after = Snapshot.parse(metrics.render(None)[1].decode())
+    assert after.sum("xspec_policy_state", state="flat") == 1 == after.sum("xspec_policy_state")
+    assert after.sum("xspec_calibration_runs_total", result="loaded") == 1
 
 
 def test_the_policy_decides_and_tokens_are_those_of_plain_decoding(

@@ -23,7 +23,7 @@ from core.spec.cost_table import (
     profiles_of,
     write_bundle,
 )
-from core.spec.costs import fit_costs, shape_report
+from core.spec.costs import fit_costs, is_flat, shape_report
 
 logger = get_logger("xspec.engine")
 
@@ -49,7 +49,8 @@ def install_costs(engine: Engine, report: Report) -> None:
         num_rows=2 * engine.config.schedule.max_seqs_per_batch,
         draft_width=engine.config.draft_width,
     )
-    engine.effective["calibration"] = {**summary, "notes": notes, "costs": profiles.to_json()}
+    flat = all(is_flat(costs, b, tiers(b)) for _, buckets, costs in profiles.entries for b in buckets)
+    engine.effective["calibration"] = {**summary, "flat": flat, "notes": notes, "costs": profiles.to_json()}
 
 
 def compatibility(engine: Engine) -> Compatibility:
