@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from core.facts import Document
 from core.options import RETIRED_FLAGS
 from core.spec.calibration_config import parse_calibration_overrides
-from core.spec.cost_bundle import CostBundle, bundle_from_json, canonical_sha256
+from core.spec.cost_bundle import CostBundle, bundle_from_json, canonical_sha256, settings_compared
 from core.spec.cost_table import LEGACY_DRAFT_WIDTH, bare_table_from_json
 from core.spec.draft_step_config import parse_draft_step_config
 from core.spec.json_reader import JsonNode
@@ -100,21 +100,7 @@ def bundle_differences(document: Document, config: EngineConfig) -> list[str]:
     if not isinstance(node.value, dict) or "profiles" not in node.value:
         return []
     saved = bundle_from_json(node).compatibility
-    assert config.speculation is not None
-    current = dataclasses.replace(
-        saved,
-        dtype=config.model.dtype,
-        graph_backend=config.device.graph_backend,
-        unified_mtp_graph=config.speculation.unified_graph,
-        tp_size=config.parallel.tp_size,
-        dp_size=config.parallel.dp_size,
-        cp_size=config.parallel.cp_size,
-        world_size=config.parallel.world_size,
-        page_size=config.cache.page_size,
-        max_model_len=config.model.max_model_len,
-        num_threads=config.device.num_threads,
-        enable_schedule_overlap=config.schedule.overlap,
-    )
+    current = dataclasses.replace(saved, **settings_compared(config))
     return [
         f"{TABLE_FLAG}={document.source}: {difference}; restore it or calibrate again"
         for difference in saved.differences(current)

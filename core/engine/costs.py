@@ -14,6 +14,7 @@ from core.errors import CalibrationError, ConfigError
 from core.logs import get_logger
 from core.models.weights import fingerprint
 from core.spec.budgets import AdaptiveVerify
+from core.spec.cost_bundle import settings_compared
 from core.spec.cost_table import (
     Compatibility,
     CostBundle,
@@ -55,27 +56,13 @@ def install_costs(engine: Engine, report: Report) -> None:
 
 def compatibility(engine: Engine) -> Compatibility:
     """What a saved table must have been measured with to hold here."""
-    config, parallel = engine.config, engine.config.parallel
-    assert config.speculation is not None
     return Compatibility(
         target_sha256=fingerprint(engine.target_path),
         draft_sha256=draft_fingerprint(engine),
-        dtype=config.model.dtype,
         device=engine.device.describe(),
         torch=torch.__version__.split("+")[0],
-        graph_backend=config.device.graph_backend,
-        unified_mtp_graph=config.speculation.unified_graph,
-        tp_size=parallel.tp_size,
-        dp_size=parallel.dp_size,
-        cp_size=parallel.cp_size,
-        world_size=parallel.world_size,
-        page_size=config.cache.page_size,
-        max_model_len=config.model.max_model_len,
-        captured_request_buckets=config.schedule.request_buckets,
-        captured_target_rows={b: config.target_tiers(b) for b in config.schedule.request_buckets},
-        num_threads=config.device.num_threads,
         attention_backend="sdpa",
-        enable_schedule_overlap=config.schedule.overlap,
+        **settings_compared(engine.config),
     )
 
 

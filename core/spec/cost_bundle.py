@@ -11,9 +11,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
-from core.config import Algorithm, CalibrationConfig, ContextConfig
+from core.config import Algorithm, CalibrationConfig, ContextConfig, EngineConfig
 from core.errors import ConfigError
 from core.spec.costs import (
     MODELS,
@@ -67,6 +67,26 @@ class Compatibility:
             for name in saved
             if saved[name] != now[name]
         ]
+
+
+def settings_compared(config: EngineConfig) -> dict[str, Any]:
+    """The fields of `Compatibility` that the configuration alone decides, before a model is loaded."""
+    assert config.speculation is not None
+    return {
+        "dtype": config.model.dtype,
+        "graph_backend": config.device.graph_backend,
+        "unified_mtp_graph": config.speculation.unified_graph,
+        "tp_size": config.parallel.tp_size,
+        "dp_size": config.parallel.dp_size,
+        "cp_size": config.parallel.cp_size,
+        "world_size": config.parallel.world_size,
+        "page_size": config.cache.page_size,
+        "max_model_len": config.model.max_model_len,
+        "captured_request_buckets": config.schedule.request_buckets,
+        "captured_target_rows": {b: config.target_tiers(b) for b in config.schedule.request_buckets},
+        "num_threads": config.device.num_threads,
+        "enable_schedule_overlap": config.schedule.overlap,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
