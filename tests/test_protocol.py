@@ -38,8 +38,8 @@ def chat(rules: RequestRules = RULES, **fields: Any) -> ChatCompletionRequest:
     return parse_request(ChatCompletionRequest, json.dumps(body).encode(), rules)
 
 
-NUMBERS = ["temperature", "top_p", "min_p", "top_k", "max_tokens", "seed"]
-PENALTIES = ["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "n"]
+NUMBERS = ["temperature", "top_p", "min_p", "top_k", "max_tokens", "seed", "n"]
+PENALTIES = ["presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,10 @@ def test_what_is_no_finite_number_is_refused_by_name(name: str, value: str) -> N
         ("prompt", [1.5]),
         ("prompt", [True]),
         ("prompt", {"a": 1}),
-        ("n", 2),
+        ("n", 0),
+        ("n", -1),
+        ("n", 129),
+        ("n", 2.0),
         ("best_of", 2),
         ("echo", True),
         ("suffix", "x"),
@@ -118,7 +121,8 @@ NEUTRAL: dict[str, list[Any]] = {
     "repetition_penalty": [None, 1, 1.0],
     "response_format": [None, {"type": "text"}],
     "seed": [None],
-    "n": [None, 1],
+    "n": [None, 1, 3],
+    "best_of": [None, 1],
     "tools": [None, []],
     "user": [None, "me"],
     "metadata": [None, {"a": "b"}],
@@ -158,6 +162,18 @@ def test_without_adaptive_verification_a_seed_reaches_the_engine() -> None:
     assert to_sampling_params(chat(seed=42), RULES, prompt_tokens=4).seed == 42
     with pytest.raises(RequestRejected, match="not available yet"):
         chat(logprobs=True)
+
+
+def test_each_choice_of_a_prompt_has_a_seed_of_its_own() -> None:
+    def seeds(seed: int) -> list[int | None]:
+        request = chat(seed=seed, n=3)
+        return [to_sampling_params(request, RULES, prompt_tokens=4, sibling=n).seed for n in range(3)]
+
+    assert seeds(42) == [42, 43, 44]
+    assert seeds(-1) == [-1, 0, 1]
+    assert seeds(2**63 - 2) == [2**63 - 2, 2**63 - 1, -(2**63)]
+    unseeded = to_sampling_params(chat(n=3), RULES, prompt_tokens=4, sibling=2)
+    assert unseeded.seed is None
 
 
 def test_the_unified_graph_refuses_a_positive_temperature() -> None:

@@ -97,7 +97,7 @@ class Service:
         self.frontend.check_available()
         body = await http.body()
         request = await _apart(len(body), parse_request, CompletionRequest, body, self.rules)
-        self.frontend.check_fits(len(request.prompt))
+        self.frontend.check_fits(len(request.prompt), num_choices=request.num_choices)
         prompts = await _apart(len(body), self._prompt_tokens, request)
         answer = CompletionAnswer(request, request_id=http.state.request_id)
         generation = self._submit(http, request, prompts, param="prompt", arrived=arrived)
@@ -138,10 +138,14 @@ class Service:
         params = []
         for prompt_ids in prompts:
             check_prompt_tokens(prompt_ids, self.rules, param=param)
-            params.append(to_sampling_params(request, self.rules, prompt_tokens=len(prompt_ids)))
+            params += [
+                to_sampling_params(request, self.rules, prompt_tokens=len(prompt_ids), sibling=sibling)
+                for sibling in range(request.num_choices)
+            ]
         generation = self.frontend.submit(
             prompts,
             params,
+            num_choices=request.num_choices,
             text=self.text,
             stops=request.stop or (),
             skip_special_tokens=request.skip_special_tokens is not False,

@@ -155,19 +155,22 @@ class Frontend:
             message = f"the server is starting (phase {self.phase})"
             raise Unavailable(message, status=503, code="starting", retry_after=5)
 
-    def check_fits(self, num_prompts: int) -> None:
-        """Refuse more prompts than this server holds even when it is idle."""
-        if num_prompts > self.capacity:
-            message = (
-                f"prompt: {num_prompts} prompts are more than the {self.capacity} that this server holds"
-            )
-            raise RequestRejected(message, param="prompt")
+    def check_fits(self, num_prompts: int, *, num_choices: int) -> None:
+        """Refuse more prompts, with this many choices each, than this server holds even when it is idle."""
+        if num_prompts * num_choices <= self.capacity:
+            return
+        param, each = ("prompt", "") if num_choices == 1 else ("n", f" with {num_choices} choices each")
+        message = (
+            f"{param}: {num_prompts} prompts{each} are more than the {self.capacity} that this server holds"
+        )
+        raise RequestRejected(message, param=param)
 
     def submit(
         self,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
         *,
+        num_choices: int = 1,
         text: TextProcessor,
         stops: Sequence[str] = (),
         skip_special_tokens: bool = True,
@@ -175,21 +178,26 @@ class Frontend:
         client_request_id: str,
         arrived: float,
     ) -> Generation:
-        """Start one generation with a choice per prompt: all of them, or none and RequestRejected."""
+        """Start one generation with `num_choices` choices per prompt: all of them, or none and RequestRejected.
+
+        Choices are numbered prompt by prompt, as `params` are.
+        """
         self.check_available()
-        self.check_fits(len(prompts))
-        if len(self._active) + len(prompts) > self.capacity:
+        self.check_fits(len(prompts), num_choices=num_choices)
+        if len(self._active) + len(params) > self.capacity:
             message = f"the queue is full ({len(self._active)} requests); try again later"
             raise Unavailable(message, status=429, code="queue_full", retry_after=1)
+        repeated = [prompt for prompt in prompts for _ in range(num_choices)]
         choices = [
             Choice(
                 request_id=self._next_id + index,
                 index=index,
+                sibling=index % num_choices,
                 prompt_tokens=len(prompt),
                 detokenizer=text.detokenizer(prompt_ids=prompt, skip_special_tokens=skip_special_tokens),
                 stops=stops,
             )
-            for index, prompt in enumerate(prompts)
+            for index, prompt in enumerate(repeated)
         ]
         self._next_id += len(choices)
         facts = {"request_id": client_request_id, "endpoint": endpoint, "model": self._model_name}
@@ -197,7 +205,7 @@ class Frontend:
             choices, facts=facts, arrived=arrived, clock=self.clock, on_close=self._abort_unfinished
         )
         self._idle.clear()
-        for choice, prompt, sampling in zip(choices, prompts, params, strict=True):
+        for choice, prompt, sampling in zip(choices, repeated, params, strict=True):
             self._active[choice.request_id] = (choice, generation)
             self._metrics.request_started()
             request = Request(request_id=choice.request_id, prompt_token_ids=tuple(prompt), params=sampling)

@@ -1,6 +1,6 @@
 """One request's answer while it grows: tokens in, text out, and what it cost.
 
-A Generation has one Choice per prompt. The frontend feeds it and a route reads it; neither sockets nor HTTP
+A Generation has one or more Choices per prompt. The frontend feeds it and a route reads it; neither sockets nor HTTP
 appear here.
 """
 
@@ -38,12 +38,14 @@ class Choice:
         *,
         request_id: int,
         index: int,
+        sibling: int = 0,
         prompt_tokens: int,
         detokenizer: IncrementalDetokenizer,
         stops: Sequence[str],
     ) -> None:
         self.request_id = request_id
         self.index = index
+        self.sibling = sibling  # number among the choices of one prompt
         self.prompt_tokens = prompt_tokens
         self._detokenizer = detokenizer
         self._has_stops = bool(stops)
@@ -157,11 +159,13 @@ class Generation:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(choice.prompt_tokens for choice in self.choices)
+        """Tokens of the prompts; one with several choices counts once."""
+        return sum(choice.prompt_tokens for choice in self.choices if choice.sibling == 0)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(choice.cached_tokens for choice in self.choices)
+        """Of those tokens the ones that the prefix cache held for the first choice."""
+        return sum(choice.cached_tokens for choice in self.choices if choice.sibling == 0)
 
     @property
     def completion_tokens(self) -> int:

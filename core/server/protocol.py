@@ -23,6 +23,7 @@ from core.types import SamplingParams
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256  # characters; stop strings are compared with every piece of text
 MAX_INT = 2**63 - 1
+MAX_CHOICES = 128  # of one prompt, as in the OpenAI API
 
 Prompt = str | list[int]
 
@@ -186,6 +187,7 @@ class GenerationRequest(_Strict):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     seed: int | None = Field(None, ge=-MAX_INT - 1, le=MAX_INT)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # Accepted and without effect on the answer.
@@ -198,6 +200,11 @@ class GenerationRequest(_Strict):
     def token_limit(self) -> tuple[str, int | None]:
         """The name and value of the field that limits the answer's tokens."""
         return "max_tokens", self.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """Answers wanted to each prompt."""
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
@@ -341,9 +348,13 @@ def check_prompt_tokens(prompt_ids: Sequence[int], rules: RequestRules, *, param
 
 
 def to_sampling_params(
-    request: GenerationRequest, rules: RequestRules, *, prompt_tokens: int
+    request: GenerationRequest, rules: RequestRules, *, prompt_tokens: int, sibling: int = 0
 ) -> SamplingParams:
-    """Return what the engine needs, with every default filled in."""
+    """Return what the engine needs, with every default filled in.
+
+    `sibling` numbers the choices of one prompt. A seed gives each its own draws; the first one's are those of
+    the same request with n = 1.
+    """
     room = rules.max_model_len - prompt_tokens
     name, limit = request.token_limit
     if limit is not None and limit > room:
@@ -363,8 +374,13 @@ def to_sampling_params(
         max_tokens=room if limit is None else limit,
         stop_token_ids=tuple(dict.fromkeys(request.stop_token_ids or ())),
         ignore_eos=bool(request.ignore_eos),
-        seed=request.seed,
+        seed=None if request.seed is None else _wrapped(request.seed + sibling),
     )
+
+
+def _wrapped(seed: int) -> int:
+    """A seed as a signed 64-bit number."""
+    return (seed + MAX_INT + 1) % 2**64 - MAX_INT - 1
 
 
 def _temperature(request: GenerationRequest, rules: RequestRules) -> float:
