@@ -226,6 +226,11 @@ def nothing_ignored(options: LaunchOptions, facts: Facts) -> Iterator[str]:
             f"{shown(options, 'adaptive_draft_step_config')} does nothing without its switch: "
             "set enable_adaptive_draft_step=true or drop it"
         )
+    if options.python_graph_backend in GRAPH_BACKEND_DEVICE and not options.enable_graph:
+        yield (
+            f"{shown(options, 'python_graph_backend')} does nothing with enable_graph=false: "
+            "drop it or set enable_graph=true"
+        )
     for name in VERIFY_FILES:
         if getattr(options, name) is not None and not options.enable_adaptive_target_verify:
             yield (

@@ -86,6 +86,7 @@ DSPARK num_speculative_tokens=8 | use at most 7
 DSPARK model=/m | speculative_algorithm=DSpark | draft_model
 speculative_algorithm=MTP | set speculative_algorithm=DSpark
 [nothing_ignored]
+enable_graph=false python_graph_backend=cpugraph | drop it or set enable_graph=true
 draft_model=/d | set speculative_algorithm=DSpark or MTP
 num_speculative_tokens=5 | set speculative_algorithm=DSpark or MTP
 enable_probabilistic_draft=true | drop it

@@ -147,8 +147,8 @@ class AdaptiveVerify:
         )
 
     def observe(self, result: StepResult) -> None:
-        if result.confidence is None or result.plan.choice.propose_depth == 0:
-            return
+        if result.confidence is None:
+            return  # a draft pause
         rows = result.plan.sampling_rows
         self._nan_confidences += self._feedback.record(
             result.plan.step,
