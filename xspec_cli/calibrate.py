@@ -22,10 +22,14 @@ def calibrate() -> None:
 
 
 @calibrate.command()
-@click.option("--samples", metavar="FILE", required=True, help="JSON: model, draft_width, samples.")
+@click.option("--samples", metavar="FILE", required=True, help="Measured step times, JSON.")
 @click.option("--output", metavar="FILE", required=True, help="New file for the bare cost table.")
 def fit(samples: str, output: str) -> None:
     """Fit a cost table to saved samples.
+
+    The samples are {"model": "additive" or "sps", "draft_width": 7, "samples": [{"request_bucket": 4,
+    "target_rows": 16, "seconds": [0.061, 0.063]}, ...]}: for each pair of a number of sequences and a number of
+    verified rows, times of one whole step.
 
     Writes a bare table: it can be given as adaptive_target_verify_cost_table, but says nothing of the models
     and the device that it holds for.

@@ -84,7 +84,9 @@ def _start_engine(config: EngineConfig) -> Engine:
         display.phase_changed(PhaseChanged(phase=phase, detail=detail, done=done, total=total))
 
     try:
-        return build_engine(config, report)
+        engine = build_engine(config, report)
+        display.finish()
+        return engine
     finally:
         display.close()
 

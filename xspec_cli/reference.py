@@ -40,7 +40,7 @@ EXIT_CODES = {
     ExitCode.CALIBRATION: "calibration",
     ExitCode.RANK_DIED: "a rank or the engine died",
     ExitCode.DRAIN_FORCED: "drain forced",
-    ExitCode.INTERRUPTED: "interrupted twice",
+    ExitCode.INTERRUPTED: "interrupted twice, or during startup",
 }
 
 

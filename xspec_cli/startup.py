@@ -48,6 +48,10 @@ class PhaseTime:
     def progress(self) -> str:
         return f"{self.done}/{self.total}" if self.total else ""
 
+    def is_told(self) -> bool:
+        """Whether the detail says something: that of the last of many items does not outlive the phase."""
+        return self.end is None or self.total <= 1
+
 
 class PhaseClock:
     """Turns PhaseChanged messages into phases with times. A phase ends when the next one begins."""
@@ -69,6 +73,11 @@ class PhaseClock:
         phase.detail, phase.done, phase.total = message.detail, message.done, message.total
         return is_new
 
+    def finish(self) -> None:
+        """The engine is ready: no phase runs any more."""
+        phase = self.phases[self.current]
+        phase.end = time.monotonic() if phase.end is None else phase.end
+
     def total_seconds(self) -> float:
         return time.monotonic() - self.began
 
@@ -77,6 +86,10 @@ class StartupDisplay(Protocol):
     """How phases are shown until the engine is ready."""
 
     def phase_changed(self, message: PhaseChanged) -> None: ...
+
+    def finish(self) -> None:
+        """The engine is ready."""
+        ...
 
     def close(self) -> None: ...
 
@@ -112,6 +125,9 @@ class LogDisplay:
                 detail=message.detail,
             )
 
+    def finish(self) -> None:
+        self.clock.finish()
+
     def close(self) -> None:
         pass
 
@@ -122,6 +138,7 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self.clock = PhaseClock()
         self._spinner = Spinner("dots")
+        self._is_closed = False
         self._live = Live(
             console=console, get_renderable=self._render, refresh_per_second=8, redirect_stdout=False
         )
@@ -130,7 +147,11 @@ class LiveDisplay:
     def phase_changed(self, message: PhaseChanged) -> None:
         self.clock.take(message)
 
+    def finish(self) -> None:
+        self.clock.finish()
+
     def close(self) -> None:
+        self._is_closed = True
         self._live.stop()
 
     def _render(self) -> RenderableType:
@@ -138,11 +159,15 @@ class LiveDisplay:
         for name, phase in list(self.clock.phases.items()):
             if name not in PHASES:
                 continue
-            running = phase.end is None
-            mark: RenderableType = self._spinner if running else Text("✓", style="green")
             seconds = f"{phase.elapsed_seconds():6.1f} s"
-            table.add_row(mark, PHASES[name], seconds, phase.progress(), Text(phase.detail, style="dim"))
+            detail = Text(phase.detail if phase.is_told() else "", style="dim")
+            table.add_row(self._mark(phase), PHASES[name], seconds, phase.progress(), detail)
         return Group(table)
+
+    def _mark(self, phase: PhaseTime) -> RenderableType:
+        if phase.end is not None:
+            return Text("✓", style="green")
+        return Text("✗", style="red") if self._is_closed else self._spinner
 
 
 def startup_display() -> StartupDisplay:
@@ -179,6 +204,7 @@ class LaunchView:
         self._display.phase_changed(message)
 
     def ready(self, listening: Listening) -> None:
+        self._display.finish()
         self.close()
         seconds = time.monotonic() - self._began
         print(
@@ -194,8 +220,9 @@ class LaunchView:
         if not sys.stderr.isatty():
             get_logger("xspec.launcher").info("launch.draining", running=running, limit_seconds=limit_seconds)
         elif running:
+            who = "1 running request gets" if running == 1 else f"{running} running requests get"
             limit = f"up to {limit_seconds:g} s; again to stop at once"
-            print(f"stopping: {running} running requests get {limit}", file=sys.stderr, flush=True)
+            print(f"stopping: {who} {limit}", file=sys.stderr, flush=True)
         else:
             print("stopping", file=sys.stderr, flush=True)
 
