@@ -212,10 +212,10 @@ class ServerMetrics:
             observe("xspec_spec_accepted_length_tokens", length, weight=count)
 
     def _observe_budget(self, stats: StepStats) -> None:
+        if stats.target_rows == 0:
+            return  # prefill alone: there was no budget to choose
         if stats.fallback is not None:
             self.series.add("xspec_budget_fallbacks_total", 1, stats.fallback)
-        if stats.target_rows == 0:
-            return  # prefill alone
         self.series.observe("xspec_budget_tokens", stats.target_rows)
         self.series.set("xspec_budget_current_tokens", stats.target_rows)
         self.series.add("xspec_budget_full_width_tokens_total", stats.full_width_rows)
@@ -271,6 +271,17 @@ class ServerMetrics:
             series.set("xspec_kv_cache_pages", count, state)
         total = sum(pages.values())
         series.set("xspec_kv_cache_usage_ratio", stats.pages_used / total if total else 0.0)
+
+    def speculation(self) -> dict[str, float | None]:
+        """The speculation counters so far; acceptance length (bonus included) is null before the first step."""
+
+        def total(name: str) -> float:
+            return sum(self.series.scalars[f"xspec_spec_{name}_total"].values())
+
+        names = ("proposed_tokens", "verified_tokens", "accepted_tokens", "emitted_tokens", "sequence_steps")
+        totals = {name: total(name) for name in names}
+        steps = totals["sequence_steps"]
+        return {**totals, "acceptance_length": totals["emitted_tokens"] / steps if steps else None}
 
     # -- life of the server --
 

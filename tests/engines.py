@@ -24,7 +24,7 @@ from core.devices.base import open_device
 from core.engine.build import Engine, warm_up, wire
 from core.kvcache.storage import GroupedHeads, LayerCache
 from core.models.weights import load_target
-from core.spec.budgets import BudgetPolicy, FullWidth
+from core.spec.budgets import BudgetPolicy, FullWidth, Tiers
 from core.spec.drafts.base import CommittedRows, DraftOutput, DraftRequest
 from core.spec.speculator import Speculator
 from core.types import Request, SamplingParams
@@ -108,6 +108,12 @@ def tiny_calibration(
         windows_per_point=1,
         token_seed=1,
     )
+
+
+def random_tier(tiers: Tiers, *, seed: int) -> Callable[[int, int], int]:
+    """A `pick` for ForcedRows: any captured tier that holds every anchor."""
+    source = random.Random(seed)
+    return lambda bucket, count: source.choice([g for g in tiers(bucket) if g >= count])
 
 
 class ScriptedDrafter:

@@ -24,8 +24,8 @@ from core.engine.build import Engine
 from core.engine.service import build_engine
 from core.kvcache.storage import KVStorage
 from core.server.text import TextProcessor
-from core.spec.budgets import ForcedRows, random_tier
-from tests.engines import engine_config, greedy, run
+from core.spec.budgets import ForcedRows
+from tests.engines import engine_config, greedy, random_tier, run
 
 MAX_MODEL_LEN = 1024
 BUCKETS = (1, 2, 4, 8)

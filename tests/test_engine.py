@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core.engine.plan import BudgetChoice
-from core.spec.budgets import ForcedRows, FullWidth, random_tier
+from core.spec.budgets import ForcedRows, FullWidth
 from core.types import Request, SamplingParams
 from metrics.stats import StepStats
 from tests.engines import (
@@ -19,6 +19,7 @@ from tests.engines import (
     engine_config,
     greedy,
     random_prompts,
+    random_tier,
     run,
     scripted_engine,
 )

@@ -6,7 +6,6 @@ kept from retired steps. A step with prompt rows ("transient") makes no decision
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Protocol
 
@@ -85,12 +84,6 @@ class ForcedRows(FullWidth):
         full = _full_width(self._tiers, request_bucket)
         target_rows = full if transient else self._pick(request_bucket, len(rows))
         return BudgetChoice(target_rows=target_rows, propose_depth=self._draft_width)
-
-
-def random_tier(tiers: Tiers, *, seed: int) -> Callable[[int, int], int]:
-    """A `pick` for ForcedRows: any captured tier that holds every anchor."""
-    source = random.Random(seed)
-    return lambda bucket, count: source.choice([g for g in tiers(bucket) if g >= count])
 
 
 class AdaptiveVerify:
