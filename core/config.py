@@ -27,7 +27,7 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     page_size: int  # tokens per KV page
-    kv_cache_bytes: int | None  # None: enough pages for max_seqs_per_batch sequences of max_model_len, capped
+    kv_cache_bytes: int | None  # at most; no more than every sequence at full length needs. None: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from core.rules import draft_width, requested_device, rule_violations, shown
 __all__ = ["Facts", "gather_facts", "resolve"]
 
 DEFAULT_MAX_MODEL_LEN = 4096  # KV pages for more are asked for explicitly: they cost memory
+DEFAULT_KV_SHARE = 0.25  # of the memory, at most, when no KV size is given
 GIB = 2**30
 
 
@@ -158,13 +159,20 @@ def _cache_room(options: LaunchOptions, facts: Facts) -> CacheRoom:
     return CacheRoom(tokens=max(0, pages) * options.page_size)
 
 
+def _kv_cache_bytes(options: LaunchOptions, facts: Facts) -> int | None:
+    """The size asked for, else a share of the memory that this process may use, where that is known."""
+    if options.kv_cache_gb is not None:
+        return int(options.kv_cache_gb * GIB)
+    return int(DEFAULT_KV_SHARE * facts.memory_bytes) or None
+
+
 def _build(options: LaunchOptions, facts: Facts, sources: Mapping[str, str]) -> EngineConfig:
     model = _model(options, facts)
     return EngineConfig(
         model=model,
         cache=CacheConfig(
             page_size=options.page_size,
-            kv_cache_bytes=None if options.kv_cache_gb is None else int(options.kv_cache_gb * GIB),
+            kv_cache_bytes=_kv_cache_bytes(options, facts),
         ),
         schedule=ScheduleConfig(
             max_seqs_per_batch=options.max_seqs_per_batch,

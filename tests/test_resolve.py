@@ -296,3 +296,10 @@ def test_served_name_of_directory_and_hub_id() -> None:
     assert resolved({"model": "org/name"}, target=snapshot).model.served_name == "org/name"
     directory = Checkpoint(path=Path("/models/tiny"), config=BUILTIN_CONFIG)
     assert resolved({"model": "/models/tiny"}, target=directory).model.served_name == "tiny"
+
+
+def test_the_default_kv_size_is_a_share_of_the_memory_that_this_process_may_use() -> None:
+    assert resolved({}).cache.kv_cache_bytes == 16 * 2**30
+    assert resolved({}, memory_bytes=2**30).cache.kv_cache_bytes == 2**28
+    assert resolved({}, memory_bytes=0).cache.kv_cache_bytes is None
+    assert resolved({"kv_cache_gb": 0.5}).cache.kv_cache_bytes == 2**29

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,6 @@ from core.types import Request, RequestOutput
 from core.vocabulary import eos_token_ids
 
 Report = Callable[[str, str, int, int], None]  # phase, detail, done, total
-DEFAULT_KV_SHARE = 0.25  # of the machine's memory, at most, when no KV size is given
 
 
 def no_report(phase: str, detail: str, done: int, total: int) -> None:
@@ -221,11 +219,11 @@ def wire(
 
 
 def _num_pages(config: EngineConfig, page_bytes: int, table_width: int) -> int:
-    """Pages for every sequence at full length, within the given size or a share of the machine's memory."""
+    """Pages for every sequence at full length, within the size that the configuration allows."""
     wanted = config.schedule.max_seqs_per_batch * table_width + 1
     budget = config.cache.kv_cache_bytes
     if budget is None:
-        budget = int(DEFAULT_KV_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return wanted
     num_pages = min(wanted, budget // page_bytes)
     if num_pages < table_width + 1:
         raise ConfigError(
