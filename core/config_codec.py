@@ -6,12 +6,13 @@ an unknown value or a missing field is a bug of ours (parent and ranks run the s
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from core.config import EngineConfig
+from core.config import EngineConfig, without_secrets
 
 
 def _encode_path(value: Any) -> str:
@@ -38,3 +39,8 @@ def encode_config(config: EngineConfig) -> bytes:
 def decode_config(data: bytes) -> EngineConfig:
     """Decode what `encode_config` wrote."""
     return _decoder.decode(data)
+
+
+def config_sha256(config: EngineConfig) -> str:
+    """Name a configuration, secrets apart: equal settings from equal sources have equal names."""
+    return hashlib.sha256(encode_config(without_secrets(config))).hexdigest()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import signal
 import socket
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from core.config import EngineConfig, to_plain, without_secrets
-from core.config_codec import encode_config
+from core.config_codec import config_sha256
 from core.errors import EngineFailed, ExitCode
 from core.logs import get_logger, log_effective_configuration
 from core.models.builtin import ensure_builtin_model
@@ -204,7 +203,7 @@ class ServerLaunch:
             device_type=self.config.device.kind,
             cost_model=calibration.model if calibration is not None else "",
             world_size=self.config.parallel.world_size,
-            config_sha256=hashlib.sha256(encode_config(without_secrets(self.config))).hexdigest(),
+            config_sha256=config_sha256(self.config),
         )
         for rank in range(self.config.parallel.world_size):
             self.metrics.set_rank_up(rank, True)

@@ -110,10 +110,13 @@ ROUTES = (
     ("/v1/models/{model}", "GET"),
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
     ("/health", "GET"),
     ("/ready", "GET"),
     ("/metrics", "GET"),
     ("/version", "GET"),
+    ("/server_info", "GET"),
 )
 HTTP_CODES = ("200", "400", "401", "404", "405", "408", "413", "422", "429", "499", "500", "503", "other")
 

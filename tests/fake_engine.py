@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -82,6 +83,7 @@ class FakeEngine:
     steps_of: dict[int, int] = field(default_factory=dict)
     fail_after_steps: int | None = None
     refuse: str | None = None
+    effective: dict[str, Any] = field(default_factory=lambda: {"device": "fake"})
 
     def __post_init__(self) -> None:
         self._running: dict[int, tuple[Request, list[Sequence[int]], int]] = {}
@@ -111,7 +113,7 @@ class FakeEngine:
         out.connect(self.from_engine)
         out.send(wire.encode(wire.PhaseChanged(phase="load", detail="weights", done=1, total=2)))
         if self.announce_ready:
-            out.send(wire.encode(wire.EngineReady(effective={"device": "fake"})))
+            out.send(wire.encode(wire.EngineReady(effective=self.effective)))
         while not self._stop.is_set():
             self._take(intake)
             if self._running and not self.paused.is_set():

@@ -226,5 +226,5 @@ def test_the_openapi_document_describes_the_requests(rig: Rig) -> None:
     document = rig.client.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
-    assert {"CompletionRequest", "ChatMessage", "StreamOptions"} <= set(schemas)
+    assert {"CompletionRequest", "ChatMessage", "StreamOptions", "TokenizeChatRequest"} <= set(schemas)
     assert rig.client.get("/version").json()["version"]

@@ -30,11 +30,13 @@ from core.server.http import (
     serve_http,
     until_disconnect,
 )
+from core.server.info import server_info
 from core.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     RequestRules,
+    StrictModel,
     check_prompt_tokens,
     model_not_found,
     parse_request,
@@ -42,12 +44,26 @@ from core.server.protocol import (
 )
 from core.server.responses import Answer, ChatAnswer, CompletionAnswer, error_body, json_bytes
 from core.server.text import TextProcessor
+from core.server.tokenization import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from metrics.prometheus import ServerMetrics
 
 __all__ = ["bind_socket", "create_app", "serve_http"]
 
 # Parsing or tokenizing this much takes about a millisecond; more leaves the event loop to the streams.
 INLINE_LENGTH = 4096
+DOCUMENTED_REQUESTS: tuple[type[StrictModel], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    TokenizeChatRequest,
+    DetokenizeRequest,
+)
 _REJECT_REASONS = {
     "queue_full": "queue_full",
     "draining": "draining",
@@ -67,6 +83,7 @@ class Service:
     ) -> None:
         self.frontend = frontend
         self.text = text
+        self.config = config
         self.metrics = metrics
         self.rules = RequestRules.of(config, vocab_size=text.vocab_size, defaults=text.defaults)
         self.created = int(time.time())
@@ -156,6 +173,11 @@ class Service:
         http.state.submitted = True  # from here on it is counted as a request, not as a refusal
         return generation
 
+    async def tokens(self, http: Request, answer: Callable[..., dict[str, Any]]) -> Response:
+        """Answer POST /tokenize or /detokenize; neither needs the engine."""
+        body = await http.body()
+        return _json(await _apart(len(body), answer, body, self.text, self.rules))
+
     async def _respond(
         self, http: Request, request: GenerationRequest, answer: Answer, generation: Generation
     ) -> Response:
@@ -200,6 +222,7 @@ def create_app(
         app.add_middleware(RequireApiKey, digests=config.server.api_key_digests, metrics=metrics)
     app.add_middleware(Edge, metrics=metrics)  # added last, so it is outermost
     _add_generation_routes(app, service)
+    _add_token_routes(app, service)
     _add_model_routes(app, service)
     _add_status_routes(app, service)
     _add_error_handlers(app, service)
@@ -216,6 +239,18 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await service.complete(request)
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", openapi_extra=_body_schema(TokenizeRequest, TokenizeChatRequest))
+    async def post_tokenize(request: Request) -> Response:
+        """The token ids of a text or of a conversation."""
+        return await service.tokens(request, tokenize)
+
+    @app.post("/detokenize", openapi_extra=_body_schema(DetokenizeRequest))
+    async def post_detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        return await service.tokens(request, detokenize)
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
@@ -250,6 +285,11 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     async def get_version() -> Response:
         return _json({"version": version("xspec")})
 
+    @app.get("/server_info")
+    async def get_server_info() -> Response:
+        """Effective configuration, captured geometry, calibration and acceptance so far."""
+        return _json(server_info(service.frontend, service.config, service.metrics))
+
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
@@ -272,8 +312,9 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     app.add_exception_handler(ClientDisconnect, on_disconnect)
 
 
-def _body_schema(kind: type[GenerationRequest]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+def _body_schema(*kinds: type[StrictModel]) -> dict[str, Any]:
+    references = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]
+    schema = references[0] if len(references) == 1 else {"anyOf": references}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -284,7 +325,7 @@ def _document_requests(app: FastAPI) -> None:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, schemas = models_json_schema(
-                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+                [(kind, "validation") for kind in DOCUMENTED_REQUESTS],
                 ref_template="#/components/schemas/{model}",
             )
             document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])

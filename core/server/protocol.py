@@ -140,16 +140,18 @@ Content = Annotated[
 Unavailable = Annotated[None, PlainValidator(_check_empty), WithJsonSchema({"type": "null"})]
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
+    """A body or a part of one: types are not converted, unknown fields are refused."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class StreamOptions(_Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class ChatMessage(_Strict):
+class ChatMessage(StrictModel):
     """One message. What an earlier answer carries besides text is accepted only empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -173,7 +175,7 @@ class ChatMessage(_Strict):
         return message
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(StrictModel):
     """Fields that chat and plain completions share. None means: not given."""
 
     model: str
@@ -233,18 +235,16 @@ class ChatCompletionRequest(GenerationRequest):
         return "max_tokens", self.max_tokens
 
 
+M = TypeVar("M", bound=StrictModel)
 R = TypeVar("R", bound=GenerationRequest)
 
 
 def parse_request(kind: type[R], body: bytes, rules: RequestRules) -> R:
     """Read and check a request body; what remains to be checked needs the prompt's tokens."""
     raw = parse_json_object(body)
-    _check_model(raw, rules)
+    check_model(raw, rules)
     raw = strip_neutral(raw, adaptive_target_verify=rules.adaptive_target_verify)
-    try:
-        request = kind.model_validate(raw)
-    except ValidationError as error:
-        raise _first_problem(error.errors(include_url=False)) from None
+    request = validated(kind, raw)
     _check_combinations(request, rules)
     return request
 
@@ -268,7 +268,16 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_model(raw: dict[str, Any], rules: RequestRules) -> None:
+def validated(kind: type[M], raw: dict[str, Any]) -> M:
+    """Check a body's fields; the first fault is the refusal."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise _first_problem(error.errors(include_url=False)) from None
+
+
+def check_model(raw: dict[str, Any], rules: RequestRules) -> None:
+    """Refuse a body that names no model or another one."""
     name = raw.get("model")
     if not isinstance(name, str):
         raise RequestRejected("model: a model name is required", param="model")
@@ -314,7 +323,7 @@ def _check_combinations(request: GenerationRequest, rules: RequestRules) -> None
             param="temperature",
             code="unsupported_parameter",
         )
-    _check_vocabulary(request.stop_token_ids or (), rules, param="stop_token_ids")
+    check_vocabulary(request.stop_token_ids or (), rules, param="stop_token_ids")
     if isinstance(request, ChatCompletionRequest):
         both = {request.max_tokens, request.max_completion_tokens} - {None}
         if len(both) > 1:
@@ -324,7 +333,8 @@ def _check_combinations(request: GenerationRequest, rules: RequestRules) -> None
             )
 
 
-def _check_vocabulary(ids: Sequence[int], rules: RequestRules, *, param: str) -> None:
+def check_vocabulary(ids: Sequence[int], rules: RequestRules, *, param: str) -> None:
+    """Refuse token ids that the model does not have."""
     for token in ids:
         if not 0 <= token < rules.vocab_size:
             raise RequestRejected(
@@ -344,7 +354,7 @@ def check_prompt_tokens(prompt_ids: Sequence[int], rules: RequestRules, *, param
             param=param,
             code="context_length_exceeded",
         )
-    _check_vocabulary(prompt_ids, rules, param=param)
+    check_vocabulary(prompt_ids, rules, param=param)
 
 
 def to_sampling_params(

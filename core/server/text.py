@@ -95,6 +95,10 @@ class TextProcessor:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's own spelling of each token; empty for one that it does not have."""
+        return [self.tokenizer.id_to_token(token) or "" for token in token_ids]
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
