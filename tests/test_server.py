@@ -18,6 +18,7 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from structlog.testing import capture_logs
 
+from core.server import responses
 from tests.http_rig import (
     MAX_MODEL_LEN,
     REPLY,
@@ -162,6 +163,68 @@ def test_stop_before_the_limit_in_the_same_step_is_a_stop(make_rig: Callable[...
         assert answer["choices"][0]["text"] == TOKENIZER.decode([20, 21])
 
 
+def test_echo_puts_the_prompt_in_front(rig: Rig) -> None:
+    ids = TOKENIZER.encode("<|im_end|>wör").ids
+    for prompt, shown in [
+        ("a prompt", ["a prompt"]),
+        (["one", "two"], ["one", "two"]),
+        ([ids], ["wör"]),
+        ("<|im_end|>x", ["<|im_end|>x"]),
+    ]:
+        plain = rig.complete(prompt=prompt, n=2).json()
+        echoed = rig.complete(prompt=prompt, n=2, echo=True, stop="ompt").json()
+        texts = [choice["text"] for choice in echoed["choices"]]
+        assert texts == [text + REPLY for text in shown for _ in range(2)], (
+            "a stop string is looked for in answers"
+        )
+        assert echoed["usage"] == plain["usage"]
+        events = events_of(rig.complete(prompt=prompt, n=2, echo=True, stream=True))[:-1]
+        streamed = [""] * len(texts)
+        for event in events:
+            choice = event["choices"][0]
+            streamed[choice["index"]] += choice["text"]
+        assert streamed == texts
+    assert (
+        rig.complete(prompt=[ids], echo=True, skip_special_tokens=False)
+        .json()["choices"][0]["text"]
+        .startswith("<|im_end|>wör")
+    )
+    for prompt in ([320], [[-1]], [[5], [2**70]], ""):
+        assert_error(rig.complete(prompt=prompt, echo=True), 400, "prompt")
+    assert_error(rig.chat(echo=True), 400, "echo")
+
+
+@pytest.mark.parametrize("refuse", [None, "needs more pages"])
+def test_a_silent_stream_is_kept_alive(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, refuse: str | None
+) -> None:
+    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.03)
+    rig = make_rig(refuse=refuse)
+    rig.engine.paused.set()
+    body = {"model": "tiny", "prompt": "hi", "stream": True, "max_tokens": 100}
+    with rig.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        blocks = response.iter_lines()
+        for _ in range(3):
+            assert (next(blocks), next(blocks)) == (": keep-alive", "")
+        rig.engine.paused.clear()
+        lines = [line for line in blocks if line and not line.startswith(":")]
+    if refuse is None:
+        assert lines[-1] == "data: [DONE]"
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == REPLY
+    else:  # too late for a status of its own
+        assert refuse in json.loads(lines[-1][6:])["error"]["message"]
+
+
+def test_the_official_client_skips_what_keeps_a_stream_alive(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.001)
+    rig = make_rig(step_seconds=0.01)
+    stream = rig.openai.completions.create(model="tiny", prompt="hi", stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == REPLY
+
+
 # Refusals
 
 
@@ -274,6 +337,14 @@ def test_request_ids_are_echoed_when_harmless(rig: Rig) -> None:
         "/v1/completions", json={"model": "tiny", "prompt": "a"}, headers={"X-Request-Id": "mine"}
     )
     assert response.json()["id"] == "cmpl-mine"
+
+
+def test_pages_of_other_origins_are_not_invited(rig: Rig) -> None:
+    asking = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    preflight = rig.client.options("/v1/completions", headers=asking)
+    assert_error(preflight, 405)
+    for response in (preflight, rig.client.get("/v1/models", headers=asking)):
+        assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_a_full_queue_is_429(make_rig: Callable[..., Rig]) -> None:

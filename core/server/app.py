@@ -38,6 +38,7 @@ from core.server.protocol import (
     RequestRules,
     StrictModel,
     check_prompt_tokens,
+    check_vocabulary,
     model_not_found,
     parse_request,
     to_sampling_params,
@@ -116,7 +117,8 @@ class Service:
         request = await _apart(len(body), parse_request, CompletionRequest, body, self.rules)
         self.frontend.check_fits(len(request.prompt), num_choices=request.num_choices)
         prompts = await _apart(len(body), self._prompt_tokens, request)
-        answer = CompletionAnswer(request, request_id=http.state.request_id)
+        echoed = await _apart(len(body), self._echoed, request) if request.echo else ()
+        answer = CompletionAnswer(request, request_id=http.state.request_id, echoed=echoed)
         generation = self._submit(http, request, prompts, param="prompt", arrived=arrived)
         return await self._respond(http, request, answer, generation)
 
@@ -136,6 +138,17 @@ class Service:
             else prompt
             for prompt in request.prompt
         ]
+
+    def _echoed(self, request: CompletionRequest) -> list[str]:
+        """The prompts as text: as they came, or what their tokens stand for."""
+        skip_special_tokens = request.skip_special_tokens is not False
+        texts = []
+        for prompt in request.prompt:
+            if not isinstance(prompt, str):
+                check_vocabulary(prompt, self.rules, param="prompt")
+                prompt = self.text.decode(prompt, skip_special_tokens=skip_special_tokens)
+            texts.append(prompt)
+        return texts
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:

@@ -130,9 +130,27 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._open_choices == 0:
+        if self.is_over:
             raise StopAsyncIteration
-        item = await self._queue.get()
+        return self._received(await self._queue.get())
+
+    async def next_within(self, seconds: float) -> Delta | None:
+        """Return the next delta, or None when none comes in this time. Only while not `is_over`."""
+        if not self._queue.empty():
+            return self._received(self._queue.get_nowait())
+        try:
+            async with asyncio.timeout(seconds):
+                item = await self._queue.get()
+        except TimeoutError:
+            return None
+        return self._received(item)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the reader has had every choice's last delta, or an error."""
+        return self._open_choices == 0
+
+    def _received(self, item: Delta | XspecError) -> Delta:
         if isinstance(item, XspecError):
             self._open_choices = 0
             self.error = item

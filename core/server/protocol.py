@@ -219,6 +219,7 @@ class GenerationRequest(StrictModel):
 
 class CompletionRequest(GenerationRequest):
     prompt: PromptField
+    echo: bool | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -226,6 +227,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT)
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    echo: Literal[False] | None = None  # a conversation is not a text that an answer could begin with
     parallel_tool_calls: bool | None = None  # says how tools are called; without tools it says nothing
 
     @property

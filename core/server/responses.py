@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,9 @@ from core.server.generation import Delta, Generation
 from core.server.protocol import GenerationRequest
 
 DONE = b"data: [DONE]\n\n"
+# A comment in the words of server-sent events: clients skip it, proxies see that the connection lives.
+KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_SECONDS = 15.0  # usual proxies give up after 60 silent seconds, some after 30
 _encode = msgspec.json.Encoder().encode
 
 _ERROR_TYPES = {
@@ -85,16 +88,24 @@ class Answer(ABC):
     async def stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """Yield server-sent events, about one per engine output.
 
-        An error before the first event is raised, so that the response can have its status; a later one is
-        the last event, without [DONE].
+        While nothing happens (a long queue, a long prompt) comments keep the connection from looking dead. An
+        error before the first byte is raised, so that the response can have its status; a later one is the
+        last event, without [DONE].
         """
         opened: set[int] = set()
+        started = False
         try:
-            async for delta in generation:
+            while not generation.is_over:
+                delta = await generation.next_within(KEEP_ALIVE_SECONDS)
+                if delta is None:
+                    started = True
+                    yield KEEP_ALIVE
+                    continue
                 for choice in self._choices_of(delta, opened):
+                    started = True
                     yield event(self._chunk(choice, generation))
         except XspecError as error:
-            if not opened:
+            if not started:
                 raise
             status = error.status if isinstance(error, RequestRejected) else 500
             yield b"data: " + json_bytes(error_body(str(error), status=status)) + b"\n\n"
@@ -147,11 +158,19 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     object_whole = object_chunk = "text_completion"
 
+    def __init__(self, request: GenerationRequest, *, request_id: str, echoed: Sequence[str] = ()) -> None:
+        """`echoed` holds the text of each prompt if answers begin with it."""
+        super().__init__(request, request_id=request_id)
+        self._echoed = echoed
+
     def whole_choice(self, index: int, text: str, finish_reason: str) -> dict[str, Any]:
-        return self.piece(index, text, finish_reason)
+        return self.piece(index, self._prompt_of(index) + text, finish_reason)
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return None
+        return self.piece(index, self._prompt_of(index), None) if self._echoed else None
+
+    def _prompt_of(self, index: int) -> str:
+        return self._echoed[index // self._request.num_choices] if self._echoed else ""
 
     def piece(self, index: int, text: str | None, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text or "", "logprobs": None, "finish_reason": finish_reason}

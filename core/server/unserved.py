@@ -53,7 +53,6 @@ UNSERVED: Mapping[str, Unserved] = {
     "functions": _TOOLS,
     "function_call": _TOOLS,
     "best_of": Unserved("choosing the best of several answers is", (1,)),
-    "echo": Unserved("echoing the prompt is", (False,)),
     "suffix": Unserved("insertion is", ("",)),
     "include_stop_str_in_output": Unserved("text that includes its stop string is", (False,)),
     "modalities": _MEDIA,
