@@ -118,6 +118,7 @@ class ServerConfig:
     log_format: Literal["auto", "console", "json"]
     log_level: str
     decision_log: Path | None
+    metrics_compat: Literal["none", "vllm"] = "none"
     # SHA-256 of the keys that clients must show; without any the server is open
     api_key_digests: tuple[str, ...] = field(default=(), repr=False, metadata={"secret": True})
 

@@ -318,6 +318,7 @@ def server_metrics(config: EngineConfig) -> ServerMetrics:
         max_model_len=config.model.max_model_len,
         drafter=config.speculation.algorithm if config.speculation else None,
         world_size=config.parallel.world_size,
+        compat=config.server.metrics_compat,
     )
 
 

@@ -226,6 +226,12 @@ class LaunchOptions:
     log_dir: str | None = _flag(
         None, "Directory for one log file per rank.", group=Group.SERVING, is_path=True
     )
+    metrics_compat: str = _flag(
+        "none",
+        "vllm: /metrics also has the names that vLLM gives to some of the same facts.",
+        group=Group.SERVING,
+        choices=("none", "vllm"),
+    )
     decision_log: str | None = _flag(
         None,
         "JSON lines with the inputs and outcome of every decision.",

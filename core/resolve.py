@@ -263,6 +263,7 @@ def _server(options: LaunchOptions, facts: Facts) -> ServerConfig:
         else "auto",
         log_level=options.log_level,
         decision_log=_path(options.decision_log),
+        metrics_compat="vllm" if options.metrics_compat == "vllm" else "none",
         api_key_digests=facts.api_keys.digests,
     )
 

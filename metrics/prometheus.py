@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, Literal, ParamSpec
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from metrics.compat import VllmNames
 from metrics.families import HTTP_CODES, ROUTES, Limits
 from metrics.series import SeriesStore
 from metrics.stats import StepStats
@@ -39,7 +40,7 @@ class ServerMetrics:
     """Everything that one server exports. `drafter` is the drafting method (dspark, mtp) or None.
 
     `routes` are the (route template, method) pairs that the server answers; anything else counts as other.
-    `buckets` overrides histogram bounds by metric name.
+    `buckets` overrides histogram bounds by metric name. `compat` adds the names of another server.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ServerMetrics:
         world_size: int = 1,
         routes: Sequence[tuple[str, str]] = ROUTES,
         buckets: Mapping[str, Sequence[float]] | None = None,
+        compat: Literal["none", "vllm"] = "none",
     ) -> None:
         self._method = drafter.lower() if drafter else "none"
         self._max_draft_tokens = max_draft_tokens
@@ -75,6 +77,8 @@ class ServerMetrics:
         )
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self.series)
+        if compat == "vllm":
+            self.registry.register(VllmNames(self.series, has_drafter=drafter is not None))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         self.set_state("starting")

@@ -7,6 +7,7 @@ import difflib
 import sys
 from pathlib import Path
 
+from metrics.compat import VLLM_NAMES, Alias
 from metrics.families import BASE_LABELS, SECTIONS, Family, Label
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
@@ -54,6 +55,18 @@ Bias of the step-cost model:
 """
 
 
+_COMPAT = """
+## Names of vLLM
+
+With `--metrics_compat vllm` the page has these families too, so that vLLM's benchmark and dashboards find what
+they look for. Those of speculation exist only where there is a drafter. Their names hold a colon, which
+Prometheus keeps for recording rules: `promtool check metrics` then complains, and is right.
+
+| metric | is | note |
+|---|---|---|
+"""
+
+
 def render() -> str:
     base = " and ".join(f"`{label}`" for label in BASE_LABELS)
     parts = [_HEAD.format(base=base)]
@@ -65,13 +78,20 @@ def render() -> str:
         ]
         if bounds:
             parts.append("\nBucket bounds:\n\n" + "\n".join(bounds) + "\n")
-    parts.append(_TERMS)
+    parts += [_TERMS, _COMPAT, *map(_alias, VLLM_NAMES)]
     return "".join(parts)
 
 
 def _row(family: Family) -> str:
     labels = "; ".join(map(_label, family.labels)) or "-"
     return f"| `{family.name}` | {family.kind} | {labels} | {family.help} |"
+
+
+def _alias(alias: Alias) -> str:
+    source = alias.source
+    if alias.only is not None:
+        source += "{" + ",".join(f'{name}="{value}"' for name, value in alias.only.items()) + "}"
+    return f"| `{alias.name}` | `{source}` | {alias.note or '-'} |\n"
 
 
 def _label(label: Label) -> str:

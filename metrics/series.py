@@ -57,7 +57,7 @@ class SeriesStore(Collector):
         buckets: Mapping[str, Sequence[float]],
         combinations: Mapping[str, Sequence[tuple[str, ...]]],
     ) -> None:
-        self._base = (model_name, engine)
+        self.base_values = (model_name, engine)
         self._reported: set[tuple[str, str]] = set()
         self.scalars: dict[str, dict[tuple[str, ...], float]] = {}
         self.histograms: dict[str, dict[tuple[str, ...], Histogram]] = {}
@@ -145,12 +145,12 @@ class SeriesStore(Collector):
         if family.kind == "histogram":
             histogram = HistogramMetricFamily(family.name, family.help, labels=names)
             for key, cell in self.histograms[family.name].items():
-                histogram.add_metric((*self._base, *key), cell.cumulative(), cell.total)
+                histogram.add_metric((*self.base_values, *key), cell.cumulative(), cell.total)
             return histogram
         exporter = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
         scalar = exporter(family.name, family.help, labels=names)
         for key, value in self.scalars[family.name].items():
-            scalar.add_metric((*self._base, *key), value)
+            scalar.add_metric((*self.base_values, *key), value)
         return scalar
 
 

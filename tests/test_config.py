@@ -61,6 +61,7 @@ FROZEN = {
     "log_format": "auto",
     "log_level": "info",
     "log_dir": None,
+    "metrics_compat": "none",
     "decision_log": None,
 }
 
