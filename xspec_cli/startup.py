@@ -7,6 +7,7 @@ goes to stdout in both cases, for scripts that wait for it.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol, TextIO, cast
@@ -30,6 +31,10 @@ PHASES = {
     "calibrate": "calibrate step costs",
 }
 PROGRESS_LOG_SECONDS = 5.0
+REFRESH_SECONDS = 0.125
+# Whoever writes to the terminal holds this: the loop, the thread that relays a rank's lines, the one that redraws.
+# rich composes "up five lines, text, table" before it writes it, so two writers would erase each other's lines.
+_WRITING = threading.RLock()
 
 
 @dataclass(slots=True)
@@ -138,11 +143,14 @@ class LiveDisplay:
     def __init__(self, console: Console) -> None:
         self.clock = PhaseClock()
         self._spinner = Spinner("dots")
-        self._is_closed = False
+        self._closed = threading.Event()
         self._live = Live(
-            console=console, get_renderable=self._render, refresh_per_second=8, redirect_stdout=False
+            console=console, get_renderable=self._render, auto_refresh=False, redirect_stdout=False
         )
-        self._live.start()
+        with _WRITING:
+            self._live.start(refresh=True)
+        self._redrawing = threading.Thread(target=self._redraw, name="startup-table", daemon=True)
+        self._redrawing.start()
 
     def phase_changed(self, message: PhaseChanged) -> None:
         self.clock.take(message)
@@ -151,8 +159,16 @@ class LiveDisplay:
         self.clock.finish()
 
     def close(self) -> None:
-        self._is_closed = True
-        self._live.stop()
+        with _WRITING:
+            self._closed.set()
+            self._live.stop()
+        self._redrawing.join()
+
+    def _redraw(self) -> None:
+        while not self._closed.wait(REFRESH_SECONDS):
+            with _WRITING:
+                if not self._closed.is_set():
+                    self._live.refresh()
 
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
@@ -167,7 +183,7 @@ class LiveDisplay:
     def _mark(self, phase: PhaseTime) -> RenderableType:
         if phase.end is not None:
             return Text("✓", style="green")
-        return Text("✗", style="red") if self._is_closed else self._spinner
+        return Text("✗", style="red") if self._closed.is_set() else self._spinner
 
 
 def startup_display() -> StartupDisplay:
@@ -180,10 +196,12 @@ class CurrentStderr:
     """A stream that writes to whatever sys.stderr is now, so that log lines appear above a live table."""
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        with _WRITING:
+            return sys.stderr.write(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        with _WRITING:
+            sys.stderr.flush()
 
     def isatty(self) -> bool:
         return sys.stderr.isatty()
@@ -214,7 +232,8 @@ class LaunchView:
         )
 
     def relay(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        with _WRITING:
+            print(line, file=sys.stderr, flush=True)
 
     def draining(self, *, running: int, limit_seconds: float) -> None:
         if not sys.stderr.isatty():
