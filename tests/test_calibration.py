@@ -11,6 +11,7 @@ import pytest
 from core.config import EngineConfig
 from core.engine import service
 from core.engine.build import Engine
+from core.engine.plan import BudgetChoice, BudgetQuestion
 from core.errors import CalibrationError, ConfigError
 from core.launcher import record_costs, server_metrics
 from core.spec.budgets import AdaptiveVerify
@@ -105,9 +106,9 @@ def test_a_plan_never_sees_feedback_younger_than_two_steps(
     seen = []
     original = built.loop.speculator.plan
 
-    def spy(**inputs):
-        choice = original(**inputs)
-        seen.append((inputs["step"], choice.feedback_step))
+    def spy(question: BudgetQuestion) -> BudgetChoice:
+        choice = original(question)
+        seen.append((question.step, choice.feedback_step))
         return choice
 
     monkeypatch.setattr(built.loop.speculator, "plan", spy)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.engine.plan import BudgetChoice
+from core.engine.plan import BudgetChoice, BudgetQuestion
 from core.spec.budgets import ForcedRows, FullWidth
 from core.types import Request, SamplingParams
 from metrics.stats import StepStats
@@ -352,10 +352,10 @@ class Pausing(FullWidth):
         super().__init__(adaptive_tiers(width), draft_width=width)
         self.pattern = pattern
 
-    def choose(self, *, step: int, **others: object) -> BudgetChoice:  # type: ignore[override]
-        choice = super().choose(step=step, **others)  # type: ignore[arg-type]
+    def choose(self, question: BudgetQuestion) -> BudgetChoice:
+        choice = super().choose(question)
         return dataclasses.replace(
-            choice, propose_depth=choice.propose_depth * self.pattern[step % len(self.pattern)]
+            choice, propose_depth=choice.propose_depth * self.pattern[question.step % len(self.pattern)]
         )
 
 

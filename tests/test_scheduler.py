@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from core.engine.plan import BudgetChoice, StepPlan, StepResult
+from core.engine.plan import BudgetChoice, BudgetQuestion, StepPlan, StepResult
 from core.engine.scheduler import Scheduler
 from core.kvcache.pages import PagePool
 from core.types import Request, SamplingParams
@@ -107,8 +107,8 @@ def test_random_traffic_keeps_every_invariant(lag: int, width: int, num_pages: i
     limits: dict[int, int] = {}
     preemptions = step = request_id = 0
 
-    def choose(*, request_bucket: int, rows: tuple, **_: object) -> BudgetChoice:
-        rows_full = request_bucket * (width + 1)
+    def choose(question: BudgetQuestion) -> BudgetChoice:
+        rows_full, rows = question.request_bucket * (width + 1), question.rows
         paused = width and source.random() < 0.1
         return BudgetChoice(
             target_rows=max(len(rows), source.randint(0, rows_full)) if rows else rows_full,

@@ -78,6 +78,17 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetQuestion:
+    """What a policy may know when it chooses the budget of a step, apart from what it kept of retired ones."""
+
+    step: int
+    request_bucket: int  # 0: nothing samples
+    rows: tuple[DecodeRow, ...]
+    max_kv_length: int  # upper bound over the sequences that sample
+    transient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetChoice:
     """How many rows one step verifies and why. Predictions are None where nothing was predicted."""
 

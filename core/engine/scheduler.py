@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from core.engine.plan import (
     Admission,
     BudgetChoice,
+    BudgetQuestion,
     DecodeRow,
     PageUpdate,
     PrefillChunk,
@@ -30,7 +31,7 @@ from core.engine.plan import (
 from core.kvcache.pages import PagePool
 from core.types import FinishReason, Request, RequestOutput, SpecStats
 
-ChooseBudget = Callable[..., BudgetChoice]
+ChooseBudget = Callable[[BudgetQuestion], BudgetChoice]
 
 
 @dataclass(slots=True, eq=False)
@@ -183,12 +184,15 @@ class Scheduler:
         sampling = [seq for seq, _ in decode] + finishing
         bucket = _round_up(len(sampling), self.request_buckets) if sampling else 0
         longest = max(self._extent(seq) for seq in sampling) if sampling else 0
+        rows = tuple(row for _, row in decode)
         choice = choose(
-            step=step,
-            request_bucket=bucket,
-            rows=tuple(row for _, row in decode),
-            max_kv_length=longest,
-            transient=bool(chunks),
+            BudgetQuestion(
+                step=step,
+                request_bucket=bucket,
+                rows=rows,
+                max_kv_length=longest,
+                transient=bool(chunks),
+            )
         )
         plan = StepPlan(
             step=step,
@@ -200,7 +204,7 @@ class Scheduler:
                 else 0,
                 propose_depth=choice.propose_depth if sampling else 0,
             ),
-            decode=tuple(row for _, row in decode),
+            decode=rows,
             chunks=tuple(chunk for _, chunk in chunks),
             admissions=tuple(admissions),
             page_updates=tuple(updates),

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from core.engine.plan import BudgetChoice, DecodeRow, StepResult
+from core.engine.plan import BudgetChoice, BudgetQuestion, StepResult
 from core.spec.cost_table import CostProfiles
 from core.spec.verify_budget import FeedbackTable, choose_budget
 
@@ -19,15 +19,7 @@ Tiers = Callable[[int], tuple[int, ...]]  # captured target rows of a request bu
 
 
 class BudgetPolicy(Protocol):
-    def choose(
-        self,
-        *,
-        step: int,
-        request_bucket: int,
-        rows: tuple[DecodeRow, ...],
-        max_kv_length: int,
-        transient: bool,
-    ) -> BudgetChoice:
+    def choose(self, question: BudgetQuestion) -> BudgetChoice:
         """Choose target rows (at least one per sequence) and how deep the step drafts for the next one."""
         ...
 
@@ -48,17 +40,9 @@ class FullWidth:
         self._tiers = tiers
         self._draft_width = draft_width
 
-    def choose(
-        self,
-        *,
-        step: int,
-        request_bucket: int,
-        rows: tuple[DecodeRow, ...],
-        max_kv_length: int,
-        transient: bool,
-    ) -> BudgetChoice:
+    def choose(self, question: BudgetQuestion) -> BudgetChoice:
         return BudgetChoice(
-            target_rows=_full_width(self._tiers, request_bucket), propose_depth=self._draft_width
+            target_rows=_full_width(self._tiers, question.request_bucket), propose_depth=self._draft_width
         )
 
     def observe(self, result: StepResult) -> None:
@@ -72,17 +56,10 @@ class ForcedRows(FullWidth):
         super().__init__(tiers, draft_width=draft_width)
         self._pick = pick
 
-    def choose(
-        self,
-        *,
-        step: int,
-        request_bucket: int,
-        rows: tuple[DecodeRow, ...],
-        max_kv_length: int,
-        transient: bool,
-    ) -> BudgetChoice:
-        full = _full_width(self._tiers, request_bucket)
-        target_rows = full if transient else self._pick(request_bucket, len(rows))
+    def choose(self, question: BudgetQuestion) -> BudgetChoice:
+        if question.transient:
+            return super().choose(question)
+        target_rows = self._pick(question.request_bucket, len(question.rows))
         return BudgetChoice(target_rows=target_rows, propose_depth=self._draft_width)
 
 
@@ -96,17 +73,10 @@ class AdaptiveVerify:
         self._feedback = FeedbackTable(num_rows, draft_width)
         self._nan_confidences = 0
 
-    def choose(
-        self,
-        *,
-        step: int,
-        request_bucket: int,
-        rows: tuple[DecodeRow, ...],
-        max_kv_length: int,
-        transient: bool,
-    ) -> BudgetChoice:
+    def choose(self, question: BudgetQuestion) -> BudgetChoice:
         nan_confidences, self._nan_confidences = self._nan_confidences, 0
-        if transient:
+        request_bucket, rows = question.request_bucket, question.rows
+        if question.transient:
             return BudgetChoice(
                 target_rows=_full_width(self._tiers, request_bucket),
                 propose_depth=self._draft_width,
@@ -114,9 +84,9 @@ class AdaptiveVerify:
                 nan_confidences=nan_confidences,
             )
         survival, newest = self._feedback.survival_for(
-            step, [row.req_idx for row in rows], [row.generation for row in rows]
+            question.step, [row.req_idx for row in rows], [row.generation for row in rows]
         )
-        costs = self._profiles.lookup(max_kv_length, request_bucket)
+        costs = self._profiles.lookup(question.max_kv_length, request_bucket)
         decision = choose_budget(
             survival=survival,
             draft_limit=np.array([row.draft_limit for row in rows]),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from core.engine.batch import DecodeRows, RaggedBatch, StepInputs
-from core.engine.plan import BudgetChoice, DecodeRow, StepExtent, StepResult, StepShape
+from core.engine.plan import BudgetChoice, BudgetQuestion, StepExtent, StepResult, StepShape
 from core.engine.request_state import RequestState
 from core.kvcache.storage import GroupedHeads, LayerCache
 from core.spec.allocation import allocate, survival
@@ -46,23 +46,9 @@ class Speculator:
         self.feature_layers: tuple[int, ...] = drafter.feature_layers if drafter else ()
         self.kv_layers: list[GroupedHeads] = drafter.kv_layers if drafter else []
 
-    def plan(
-        self,
-        *,
-        step: int,
-        request_bucket: int,
-        rows: tuple[DecodeRow, ...],
-        max_kv_length: int,
-        transient: bool,
-    ) -> BudgetChoice:
+    def plan(self, question: BudgetQuestion) -> BudgetChoice:
         """Choose how many rows the step verifies; a step with prompt rows runs its full-width binding."""
-        return self.budget.choose(
-            step=step,
-            request_bucket=request_bucket,
-            rows=rows,
-            max_kv_length=max_kv_length,
-            transient=transient,
-        )
+        return self.budget.choose(question)
 
     def observe(self, result: StepResult) -> None:
         """Feed one retired step back to the policy."""
