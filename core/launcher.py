@@ -238,6 +238,7 @@ class ServerLaunch:
                 if time.monotonic() - announced_at > FAILED_RANK_SECONDS:
                     self.ranks.kill()
                     continue
+            self.frontend.report_silence()
             await asyncio.sleep(WATCH_SECONDS)
         await asyncio.sleep(0.05)  # its last messages may still be in the socket: they name the phase
         report = death.report or (_report_of(self._failure) if self._failure is not None else None)

@@ -7,6 +7,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -25,6 +26,7 @@ from core.ranks import ErrorReport
 
 PR_SET_PDEATHSIG = 1
 PARENT_POLL_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 SEND_LINGER_MS = 500
 
 
@@ -49,6 +51,7 @@ def main(argv: list[str], *, run: Callable[[Path, str, str], None] = run) -> int
     )  # the parent decides when to stop, also when a whole group is signalled
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(int(parent_pid))
+    start_heartbeat(int(os.environ["RANK"]), from_engine)
     try:
         run(Path(config_file), to_engine, from_engine)
     except Exception as error:  # the edge of the rank: every failure must reach the parent
@@ -92,6 +95,24 @@ def send_failure(report: ErrorReport, from_engine: str) -> None:
         pass
     finally:
         context.destroy(linger=SEND_LINGER_MS)
+
+
+def start_heartbeat(rank: int, from_engine: str) -> None:
+    """Tell the parent every second that this process runs, from a thread that ends with it."""
+    import zmq
+
+    from core.server.wire import Heartbeat, encode
+
+    def beat() -> None:
+        socket = zmq.Context().socket(zmq.PUSH)  # of this thread alone: sockets are not shared
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(from_engine)
+        while True:
+            with contextlib.suppress(zmq.Again):  # nobody reads; the parent watch deals with that
+                socket.send(encode(Heartbeat(rank=rank)), zmq.NOBLOCK)
+            time.sleep(HEARTBEAT_SECONDS)
+
+    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -348,6 +348,11 @@ LIFECYCLE = (
     ),
     _gauge("xspec_rank_up", "1 while the rank's process lives.", _RANK),
     _gauge(
+        "xspec_rank_last_heartbeat_timestamp_seconds",
+        "Unix time at which the rank was last heard; it beats every second. 0: not yet.",
+        _RANK,
+    ),
+    _gauge(
         "xspec_build_info",
         "1; versions are in the labels.",
         Label("version", None),

@@ -8,6 +8,7 @@ counted in `xspec_metrics_anomalies_total` and logged once, while tokens keep fl
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Concatenate, Literal, ParamSpec
 
@@ -341,6 +342,11 @@ class ServerMetrics:
     @_never_raises
     def set_rank_up(self, rank: int, up: bool) -> None:
         self.series.set("xspec_rank_up", float(up), str(rank))
+
+    @_never_raises
+    def rank_heard(self, rank: int) -> None:
+        """A heartbeat of the rank arrived now."""
+        self.series.set("xspec_rank_last_heartbeat_timestamp_seconds", time.time(), str(rank))
 
     def render(self, accept_header: str | None) -> tuple[str, bytes]:
         """The exposition: (content type, body) in the format that the scraper prefers."""

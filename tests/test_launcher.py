@@ -21,6 +21,7 @@ import pytest
 from core.config_codec import encode_config
 from core.errors import ExitCode
 from core.ranks import ErrorReport, RankDeath, rank_environment
+from metrics.status import Snapshot
 from tests.fake_engine import write_text_model
 from tests.test_config_codec import make_config
 
@@ -30,7 +31,15 @@ ROOT = Path(__file__).resolve().parents[1]
 class LaunchedServer:
     """A launch as a child process. Its temporary directory is ours, so that what stays behind is seen."""
 
-    def __init__(self, tmp_path: Path, script: str, *, port: int = 0, drain_timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        script: str,
+        *,
+        port: int = 0,
+        drain_timeout: float = 5.0,
+        silent_seconds: float | None = None,
+    ) -> None:
         self.script = script
         self.tmp = tmp_path / "t"
         self.tmp.mkdir()
@@ -42,10 +51,11 @@ class LaunchedServer:
         )
         config_file = tmp_path / "config.json"
         config_file.write_bytes(encode_config(config))
+        more = [] if silent_seconds is None else [str(silent_seconds)]
         self._stderr = tmp_path / "stderr"
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.launch_fake", str(config_file)],
+                [sys.executable, "-m", "tests.launch_fake", str(config_file), *more],
                 cwd=ROOT,
                 env={**os.environ, "TMPDIR": str(self.tmp)},
                 stdout=subprocess.PIPE,
@@ -75,6 +85,11 @@ class LaunchedServer:
 
     def status(self, path: str) -> int:
         return self.http.get(self.url + path).status_code
+
+    def heartbeat(self) -> float:
+        """Unix time at which the rank was last heard."""
+        page = self.http.get(self.url + "/metrics").text
+        return Snapshot.parse(page).sum("xspec_rank_last_heartbeat_timestamp_seconds")
 
     def exit_code(self, timeout: float = 10) -> int:
         return self.process.wait(timeout)
@@ -186,6 +201,29 @@ def test_killed_rank_ends_the_launch(start: Callable[..., LaunchedServer]) -> No
     assert launch.exit_code() == ExitCode.RANK_DIED
     assert launch.stderr().count("killed by signal SIGKILL") == 2  # in the log, and in the account
     assert launch.stderr().count("xspec: rank 0 failed in phase 'serve'") == 1
+    assert_nothing_left(launch, ranks)
+
+
+def test_a_stopped_rank_is_noticed_and_may_come_back(start: Callable[..., LaunchedServer]) -> None:
+    launch = start("serve", silent_seconds=2.0).wait_ready()
+    ranks = launch.rank_pids()
+    wait_until(lambda: launch.heartbeat() > time.time() - 2)
+    assert launch.status("/health") == launch.status("/ready") == 200
+    os.kill(ranks[0], signal.SIGSTOP)
+    wait_until(lambda: launch.status("/health") == 503, seconds=4)
+    ready = launch.http.get(launch.url + "/ready")
+    assert ready.status_code == 503
+    assert "rank 0 has been silent" in ready.json()["detail"]
+    refused = launch.http.post(launch.url + "/v1/completions", json={"model": "serve", "prompt": [5]})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_silent")
+    wait_until(lambda: '"engine.silent"' in launch.stderr())
+    os.kill(ranks[0], signal.SIGCONT)
+    wait_until(lambda: launch.status("/health") == launch.status("/ready") == 200)
+    wait_until(lambda: '"engine.heard_again"' in launch.stderr())
+    assert launch.complete(max_tokens=2).wait()[-1] == "data: [DONE]"
+    assert launch.stderr().count('"engine.silent"') == launch.stderr().count('"engine.heard_again"') == 1
+    launch.signal(signal.SIGTERM)
+    assert launch.exit_code() == ExitCode.OK
     assert_nothing_left(launch, ranks)
 
 

@@ -17,6 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from core.errors import AddressInUse
+from core.server import pulse
 from core.server.app import bind_socket
 from tests.http_rig import REPLY, Rig, assert_error, events_of, make_rig, rig
 
@@ -137,6 +138,49 @@ def test_what_the_engine_refuses_is_an_answer_with_a_status(
     for _ in range(2):
         assert "more pages" in assert_error(rig.complete(stream=stream), 400, "prompt")["message"]
     assert rig.sample("xspec_requests_finished_total", finish_reason="error") == 2
+
+
+def test_an_engine_that_stops_stepping_is_not_healthy(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "STALLED_SECONDS", 0.3)
+    rig = make_rig()
+    time.sleep(0.4)
+    assert rig.client.get("/health").status_code == 200, "an idle engine owes nothing"
+    rig.engine.paused.set()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(rig.complete)
+        rig.until(lambda: rig.frontend.num_active == 1)
+        assert rig.client.get("/health").status_code == 200
+        rig.until(lambda: rig.client.get("/health").status_code == 503)
+        assert "no step" in rig.client.get("/ready").json()["detail"]
+        assert assert_error(rig.complete(), 503)["code"] == "engine_silent"
+        rig.engine.paused.clear()
+        assert running.result().json()["choices"][0]["text"] == REPLY
+    assert rig.client.get("/health").status_code == 200
+    assert rig.text_of_good_request() == REPLY
+
+
+def test_each_rank_is_judged_by_its_own_beats() -> None:
+    now = 0.0
+    heart = pulse.Pulse(lambda: now)
+    now = 1000.0
+    assert heart.fault(is_busy=False) is None, "a rank that never beat is still starting"
+    heart.step()
+    heart.beat(0)
+    heart.beat(1)
+    now += pulse.SILENT_SECONDS
+    assert heart.fault(is_busy=True) is None
+    heart.beat(0)
+    now += 1
+    assert heart.fault(is_busy=False) == "rank 1 has been silent for 31 seconds"
+    heart.beat(1)
+    assert heart.fault(is_busy=True) is None
+    now += pulse.STALLED_SECONDS
+    heart.beat(0)
+    heart.beat(1)
+    assert heart.fault(is_busy=False) is None
+    assert "no step for 151 seconds" in str(heart.fault(is_busy=True))
 
 
 def test_the_launcher_may_declare_the_engine_dead(make_rig: Callable[..., Rig]) -> None:

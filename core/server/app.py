@@ -18,7 +18,7 @@ from starlette.responses import Response
 from core.config import EngineConfig
 from core.errors import RequestRejected, XspecError
 from core.server.auth import GENERATING_ROUTES, RequireApiKey
-from core.server.frontend import EngineState, Frontend, Unavailable
+from core.server.frontend import Frontend, Unavailable
 from core.server.generation import Generation
 from core.server.http import (
     CLIENT_GONE,
@@ -201,7 +201,8 @@ class Service:
 
     def status(self) -> dict[str, str]:
         frontend = self.frontend
-        return {"state": str(frontend.state), "phase": frontend.phase, "detail": frontend.detail}
+        detail = frontend.silence or frontend.detail
+        return {"state": str(frontend.state), "phase": frontend.phase, "detail": detail}
 
     def refuse(self, http: Request, error: XspecError) -> Response:
         """Turn an error that reached the edge into an answer."""
@@ -287,7 +288,7 @@ def _add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         """Readiness: 200 when requests are served."""
-        return _json(service.status(), 200 if service.frontend.state is EngineState.READY else 503)
+        return _json(service.status(), 200 if service.frontend.is_ready else 503)
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

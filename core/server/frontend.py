@@ -19,6 +19,7 @@ from core.errors import EngineFailed, RequestRejected, XspecError
 from core.logs import get_logger
 from core.server import wire
 from core.server.generation import Choice, Delta, Generation
+from core.server.pulse import Pulse
 from core.server.text import TextProcessor
 from core.types import FinishReason, Request, RequestOutput, SamplingParams
 from metrics.prometheus import ServerMetrics
@@ -75,6 +76,8 @@ class Frontend:
         self._context: zmq.asyncio.Context | None = None
         self._reader: asyncio.Task[None] | None = None
         self._started_at = self._phase_since = clock()
+        self._pulse = Pulse(clock)
+        self._reported_silence: str | None = None
 
     # -- life --
 
@@ -137,7 +140,28 @@ class Frontend:
     @property
     def is_alive(self) -> bool:
         """Liveness: whether the engine may still answer (it may also still be starting)."""
-        return self.state is not EngineState.FAILED
+        return self.state is not EngineState.FAILED and self.silence is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Readiness: whether a request would be taken now."""
+        return self.state is EngineState.READY and self.silence is None
+
+    @property
+    def silence(self) -> str | None:
+        """What has been silent for too long while it should serve; None when all is well. It may come back."""
+        if self.state not in (EngineState.READY, EngineState.DRAINING):
+            return None
+        return self._pulse.fault(is_busy=bool(self._active))
+
+    def report_silence(self) -> None:
+        """Log when the engine falls silent, and when it is heard again. Call it now and then."""
+        silence = self.silence
+        if silence is not None and self._reported_silence is None:
+            log.error("engine.silent", reason=silence, open_requests=len(self._active))
+        elif silence is None and self._reported_silence is not None:
+            log.warning("engine.heard_again", reason=self._reported_silence)
+        self._reported_silence = silence
 
     @property
     def num_active(self) -> int:
@@ -154,6 +178,8 @@ class Frontend:
         if self.state is EngineState.STARTING:
             message = f"the server is starting (phase {self.phase})"
             raise Unavailable(message, status=503, code="starting", retry_after=5)
+        if (silence := self.silence) is not None:
+            raise Unavailable(silence, status=503, code="engine_silent", retry_after=10)
 
     def check_fits(self, num_prompts: int, *, num_choices: int) -> None:
         """Refuse more prompts, with this many choices each, than this server holds even when it is idle."""
@@ -204,6 +230,8 @@ class Frontend:
         generation = Generation(
             choices, facts=facts, arrived=arrived, clock=self.clock, on_close=self._abort_unfinished
         )
+        if not self._active:
+            self._pulse.step()
         self._idle.clear()
         for choice, prompt, sampling in zip(choices, repeated, params, strict=True):
             self._active[choice.request_id] = (choice, generation)
@@ -262,7 +290,11 @@ class Frontend:
 
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
+            case wire.Heartbeat(rank=rank):
+                self._pulse.beat(rank)
+                self._metrics.rank_heard(rank)
             case wire.StepOutputs():
+                self._pulse.step()
                 if message.stats is not None:
                     self._metrics.observe_step(message.stats)
                 for output in message.outputs:

@@ -37,6 +37,12 @@ class PhaseChanged(msgspec.Struct, frozen=True, tag="phase"):
     total: int = 0
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The rank's process runs. Sent every second by every rank, whatever its loop does."""
+
+    rank: int
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Sent once. `effective` is the engine's effective configuration, geometry and calibration summary."""
 
@@ -60,7 +66,7 @@ class EngineFailure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 ToEngine = AddRequest | AbortRequest | Shutdown
-FromEngine = PhaseChanged | EngineReady | StepOutputs | EngineFailure
+FromEngine = PhaseChanged | Heartbeat | EngineReady | StepOutputs | EngineFailure
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
