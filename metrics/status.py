@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+PROCESS_START = "process_start_time_seconds"
 _Key = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -34,8 +35,26 @@ class Snapshot:
         wanted = labels.items()
         return math.fsum(value for (n, key), value in self.samples.items() if n == name and wanted <= key)
 
+    def values(self, name: str, label: str) -> dict[str, float]:
+        """The samples of this name by the value of one label, summed over all others."""
+        found: dict[str, float] = {}
+        for (sample, key), value in self.samples.items():
+            if sample == name and (value_of_label := dict(key).get(label)) is not None:
+                found[value_of_label] = found.get(value_of_label, 0.0) + value
+        return found
+
+    def info(self, name: str) -> dict[str, str]:
+        """The labels of an info metric, or of the one series of a state that is 1; empty without one."""
+        return next((dict(key) for (n, key), value in self.samples.items() if n == name and value == 1), {})
+
+    def is_restart_of(self, earlier: Snapshot) -> bool:
+        """Whether another process answered: its counters begin at zero."""
+        return self.sum(PROCESS_START) != earlier.sum(PROCESS_START)
+
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """What happened in between. Series that went down (a restart) count from zero."""
+        """What happened in between; after a restart everything counts from zero, as do series that went down."""
+        if self.is_restart_of(earlier):
+            return self
         return Snapshot(
             {key: _increase(value, earlier.samples.get(key, 0.0)) for key, value in self.samples.items()}
         )

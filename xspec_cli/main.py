@@ -16,6 +16,8 @@ from xspec_cli.options import exit_with
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("xspec_cli.serve:serve", "Serve a model over HTTP."),
     "generate": ("xspec_cli.generate:generate", "Generate once and print, without a server."),
+    "status": ("xspec_cli.status:status", "Show how a server is: load, latencies, acceptance, budget."),
+    "top": ("xspec_cli.top:top", "Watch a server live."),
     "calibrate": ("xspec_cli.calibrate:calibrate", "Work with measured step costs."),
     "explain": ("xspec_cli.explain:explain", "Explain a speculation decision."),
     "config": ("xspec_cli.config:config", "Show flags, where their values come from, and their schema."),
