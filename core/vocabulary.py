@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core.errors import ModelLoadError
+
 
 def eos_token_ids(model_path: Path) -> frozenset[int]:
     """Every eos_token_id of config.json and generation_config.json: each an id or a list of ids."""
@@ -14,7 +16,10 @@ def eos_token_ids(model_path: Path) -> frozenset[int]:
     for name in ("config.json", "generation_config.json"):
         file = model_path / name
         if file.exists():
-            ids |= eos_of(json.loads(file.read_text(encoding="utf-8")))
+            try:
+                ids |= eos_of(json.loads(file.read_text(encoding="utf-8")))
+            except ValueError as error:
+                raise ModelLoadError(f"{file}: {error}") from None
     return frozenset(ids)
 
 
@@ -23,4 +28,7 @@ def eos_of(config: Mapping[str, Any]) -> frozenset[int]:
     value = config.get("eos_token_id")
     if value is None:
         return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, not {value!r}")
+    return frozenset(ids)

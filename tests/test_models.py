@@ -321,6 +321,11 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         ({"num_key_value_heads": 4}, "6 attention heads are not a multiple of 4"),
         ({"head_dim": 21}, "head_dim 21 is odd"),
         ({"vocab_size": None}, "lacks vocab_size"),
+        ({"hidden_size": "96"}, "hidden_size must be a whole number from 1, not '96'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number"),
+        ({"intermediate_size": -5}, "intermediate_size must be a whole number"),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads must be a whole number"),
+        ({"head_dim": True}, "head_dim must be a whole number"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised with 'fp8'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -171,6 +172,29 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     write_text_model(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ModelLoadError, match=r"generation_config\.json is not valid JSON"):
+        TextProcessor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "field"),
+    [
+        ("generation_config.json", {"temperature": "hot"}),
+        ("generation_config.json", {"temperature": -1}),
+        ("generation_config.json", {"top_k": [5]}),
+        ("generation_config.json", {"top_p": float("nan")}),
+        ("generation_config.json", {"min_p": True}),
+        ("generation_config.json", {"eos_token_id": "x"}),
+        ("generation_config.json", {"eos_token_id": [[1]]}),
+        ("config.json", {"eos_token_id": 1.5}),
+        ("config.json", {"vocab_size": "many"}),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(tmp_path: Path, file: str, field: dict[str, Any]) -> None:
+    write_text_model(tmp_path)
+    path = tmp_path / file
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, **field}))
+    with pytest.raises(ModelLoadError, match=rf"{file}: {next(iter(field))}"):
         TextProcessor(tmp_path)
 
 

@@ -193,6 +193,11 @@ def _check(config: dict[str, Any]) -> None:
     missing = [key for key in required if key not in config]
     if missing:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}; give a complete Hugging Face config")
+    sizes = {key: config[key] for key in required if key != "rms_norm_eps"}
+    sizes |= {key: config[key] for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None}
+    for key, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ModelLoadError(f"config.json: {key} must be a whole number from 1, not {size!r}")
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads

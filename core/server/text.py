@@ -63,11 +63,14 @@ class TextProcessor:
         self._tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
         model_config = _read_json(model_dir / "config.json")
         generation_config = _read_json(model_dir / "generation_config.json")
-        self.defaults = _generation_defaults(generation_config)
+        self.defaults = _generation_defaults(generation_config, model_dir / "generation_config.json")
         self.eos_token_ids = tuple(sorted(eos_token_ids(model_dir)))
         tokenizer_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         # Embedding tables are often padded: what counts for token-id prompts is the model's own size.
-        self.vocab_size = int(model_config.get("vocab_size") or tokenizer_size)
+        vocab_size = model_config.get("vocab_size") or tokenizer_size
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ModelLoadError(f"{model_dir / 'config.json'}: vocab_size is {vocab_size!r}")
+        self.vocab_size: int = vocab_size
         added = self.tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._unknown_ids = frozenset(range(tokenizer_size, self.vocab_size))
@@ -166,10 +169,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _generation_defaults(config: dict[str, Any]) -> GenerationDefaults:
-    def number(name: str, default: float) -> float:
-        value = config.get(name)
-        return default if value is None else float(value)
+def _generation_defaults(config: dict[str, Any], file: Path) -> GenerationDefaults:
+    def number(name: str, default: float, low: float, high: float) -> float:
+        value = default if config.get(name) is None else config[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise ModelLoadError(f"{file}: {name} must be a number from {low:g} to {high:g}, not {value!r}")
+        return value
 
     unapplied = tuple(
         f"{name}={config[name]}"
@@ -177,11 +182,11 @@ def _generation_defaults(config: dict[str, Any]) -> GenerationDefaults:
         if config.get(name) is not None and config[name] != neutral
     )
     return GenerationDefaults(
-        temperature=number("temperature", 1.0),
+        temperature=float(number("temperature", 1.0, 0.0, 100.0)),
         # Hugging Face writes both 0 and -1 for "off".
-        top_k=max(0, int(number("top_k", 0))),
-        top_p=number("top_p", 1.0),
-        min_p=number("min_p", 0.0),
+        top_k=max(0, int(number("top_k", 0, -1, 2**31))),
+        top_p=float(number("top_p", 1.0, 0.0, 1.0)),
+        min_p=float(number("min_p", 0.0, 0.0, 1.0)),
         unapplied=unapplied,
     )
 
