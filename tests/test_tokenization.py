@@ -11,11 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from core.config import to_plain
 from core.config_codec import config_sha256
+from core.errors import RequestRejected
+from core.server.text import TextProcessor
+from core.server.tokenization import detokenize, tokenize
 from metrics.stats import StepStats
+from tests.fake_engine import write_text_model
 from tests.http_rig import MAX_MODEL_LEN, TOKENIZER, Rig, assert_error, make_rig, rig
+from tests.test_protocol import JSON, RULES
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hï 👋"}]
 
@@ -88,6 +95,30 @@ def test_refusals_name_the_field(rig: Rig, path: str, body: dict[str, Any], para
     response = rig.client.post(path, content=json.dumps(body).encode())
     error = assert_error(response, 400)
     assert str(error["param"]).startswith(param)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    return TextProcessor(write_text_model(tmp_path_factory.mktemp("model")))
+
+
+FIELDS = st.sampled_from(
+    ["prompt", "messages", "tokens", "chat_template_kwargs", "return_token_strs", "model", "x"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(fields=st.dictionaries(FIELDS, JSON, max_size=3), answer=st.sampled_from([tokenize, detokenize]))
+def test_any_json_is_answered_or_refused_never_an_error(
+    text: TextProcessor, fields: dict[str, Any], answer: Callable[..., Any]
+) -> None:
+    base = {"tokens": [5]} if answer is detokenize else {"messages": MESSAGES}
+    refusal = None
+    try:
+        json.dumps(answer(json.dumps({**base, **fields}).encode(), text, RULES), allow_nan=False)
+    except RequestRejected as error:
+        refusal = error
+    assert refusal is None or refusal.status in (400, 404)
 
 
 def test_another_model_is_404(rig: Rig) -> None:
