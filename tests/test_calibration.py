@@ -11,7 +11,9 @@ import pytest
 from core.config import EngineConfig
 from core.engine import service
 from core.engine.build import Engine
-from core.engine.plan import BudgetChoice, BudgetQuestion
+from core.engine.graphs import StepProgram
+from core.engine.plan import BudgetChoice, BudgetQuestion, StepShape
+from core.engine.worker import Worker
 from core.errors import CalibrationError, ConfigError
 from core.launcher import record_costs, server_metrics
 from core.spec.budgets import AdaptiveVerify
@@ -173,6 +175,26 @@ def test_a_calibration_that_cannot_fit_is_said_with_the_remedy(config: EngineCon
     short = dataclasses.replace(config, model=dataclasses.replace(config.model, max_model_len=50))
     with pytest.raises(CalibrationError, match="adaptive_target_verify_calibration"):
         service.build_engine(with_spec(short, calibration=tiny_calibration(prefill=50))).close()
+
+
+def test_a_point_that_did_not_run_as_asked_is_missing_not_copied(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bugs.md 29: an engine that runs full width whatever is asked must not yield a table."""
+    original = Worker._program
+
+    def full_width(worker: Worker, shape: StepShape) -> StepProgram:
+        rows = shape.request_bucket * 8 if shape.target_rows else 0
+        return original(worker, dataclasses.replace(shape, target_rows=rows))
+
+    monkeypatch.setattr(Worker, "_program", full_width)
+    with pytest.raises(CalibrationError, match="not connected"):
+        service.build_engine(config).close()
+    built = service.build_engine(with_spec(config, calibration=tiny_calibration(model="sps")))
+    missing = built.effective["calibration"]["missing_points"]
+    built.close()
+    asked = [(point["request_bucket"], point["target_rows"]) for point in missing]
+    assert asked == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16)]
 
 
 def test_a_window_is_consecutive_intervals_after_warmup() -> None:

@@ -41,6 +41,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "policies": (
         "core.kvcache.pages",
         "core.engine.scheduler",
+        "core.engine.sequence",
         "core.spec.allocation",
         "core.spec.budgets",
         "core.spec.confidence",

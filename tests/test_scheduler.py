@@ -54,6 +54,7 @@ class ScriptedDevice:
             token_ids=tokens,
             num_emitted=np.array(emitted, np.int64),
             num_verified=np.array(verified, np.int64),
+            executed_rows=plan.shape.target_rows,
             confidence=None,
         )
 

@@ -21,9 +21,8 @@ class StepTensors:
     token_ids: torch.Tensor  # [B, W + 1] int64
     num_emitted: torch.Tensor  # [B] int64
     num_verified: torch.Tensor  # [B] int64
-    confidence: (
-        torch.Tensor
-    )  # [B, W] float32 of the drafts made in this step; stale where nothing was proposed
+    confidence: torch.Tensor  # [B, W] float32 of this step's drafts; stale where nothing was proposed
+    executed_rows: int = 0  # decode rows of the batch that the target ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +48,7 @@ class ResultRing:
             )
             for _ in range(lag + 1)
         ]
+        self._executed_rows = [0] * (lag + 1)
 
     def slot_of(self, step: int) -> int:
         return step % len(self._slots)
@@ -56,6 +56,7 @@ class ResultRing:
     def copy_in(self, slot: int, tensors: StepTensors) -> None:
         """Order the copies; runs on the stream."""
         host, count = self._slots[slot], tensors.num_emitted.shape[0]
+        self._executed_rows[slot] = tensors.executed_rows
         host.token_ids[:count].copy_(tensors.token_ids, non_blocking=True)
         host.num_emitted[:count].copy_(tensors.num_emitted, non_blocking=True)
         host.num_verified[:count].copy_(tensors.num_verified, non_blocking=True)
@@ -71,5 +72,6 @@ class ResultRing:
             token_ids=host.token_ids[:count].numpy().copy(),
             num_emitted=host.num_emitted[:count].numpy().copy(),
             num_verified=host.num_verified[:count].numpy().copy(),
+            executed_rows=self._executed_rows[launched.slot],
             confidence=host.confidence[:count].numpy().copy() if plan.choice.propose_depth else None,
         )

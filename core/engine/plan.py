@@ -140,6 +140,7 @@ class StepResult:
     token_ids: np.ndarray = field(repr=False)  # [N, W + 1] int64: the first num_emitted of a row count
     num_emitted: np.ndarray  # [N] int64: accepted + 1; 0 for a sequence that had reached its limit
     num_verified: np.ndarray  # [N] int64: draft rows verified
+    executed_rows: int  # decode rows that went through the target, counted where they ran
     confidence: np.ndarray | None = field(repr=False)  # [N, W] float32 of the drafts made in this step
 
     @property

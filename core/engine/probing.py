@@ -98,7 +98,7 @@ class Prober:
                 continue
             shape = outcome.result.plan.shape
             faithful &= len(outcome.result.plan.decode) == shape.request_bucket == point.request_bucket
-            faithful &= shape.target_rows == point.target_rows
+            faithful &= outcome.result.executed_rows == point.target_rows
             sampler.add(outcome.interval_seconds)
         loop.drain()
         if not (faithful and sampler.done):

@@ -139,6 +139,7 @@ class Worker:
             num_emitted=verdict.num_emitted,
             num_verified=arranged.lengths,
             confidence=state.confidence[inputs.rows],
+            executed_rows=arranged.batch.decode.num_rows if arranged.batch.decode else 0,
         )
 
     def _verify(self, program: StepProgram, arranged: Arrangement, hidden: torch.Tensor) -> Verdict:
