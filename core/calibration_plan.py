@@ -91,6 +91,8 @@ def calibration_violations(
     options: LaunchOptions, facts: Facts, *, max_model_len: int, room: CacheRoom
 ) -> list[str]:
     """What is wrong with the calibration that these options ask for."""
+    if facts.cost_table is not None and facts.cost_table.problem:
+        return []  # told with the other files; with that table nothing would be calibrated
     try:
         if options.enable_adaptive_draft_step:
             check_draft_step_config(facts.draft_step_config)

@@ -169,7 +169,11 @@ class LaunchOptions:
         None, "Kernels of NPU layers; only with an NPU.", group=Group.DEVICE, choices=("TORCH",)
     )
     num_threads: int | None = _flag(
-        None, "CPU threads of a rank. Default: the CPUs this process may use.", group=Group.DEVICE, minimum=1
+        None,
+        "CPU threads of a rank. Default: the CPUs this process may use.",
+        group=Group.DEVICE,
+        minimum=1,
+        maximum=1024,  # far more than of use; OpenMP ends the process when it cannot have its threads
     )
     enable_graph: bool = _flag(True, "Capture graphs at startup.", group=Group.DEVICE)
     disable_graph_warmup: bool = _flag(

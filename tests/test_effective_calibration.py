@@ -165,6 +165,15 @@ def test_bare_table_is_taken_with_its_width_only() -> None:
     assert "draft_width differs: saved 5, current 7" in problem
 
 
+def test_an_unreadable_table_is_the_only_problem() -> None:
+    """Not also that a calibration, which such a launch would not make, has no room."""
+    target = Checkpoint(path=Path("/m"), config={**BUILTIN_CONFIG, "max_position_embeddings": 512})
+    document = Document(source="t.json", problem="not valid JSON")
+    options = {**VERIFY, **MODEL, "adaptive_target_verify_cost_table": "t.json"}
+    (problem,) = problems(options, target=target, cost_table=document)
+    assert "t.json: not valid JSON" in problem
+
+
 def test_legacy_bare_table_counts_as_width_7() -> None:
     options, changes = with_table({"model": "sps", "steps_per_second": {"6": 1.0}}, num_speculative_tokens=5)
     (problem,) = problems(options, **changes)

@@ -38,6 +38,7 @@ speculative_algorithm=dspark | did you mean DSpark?
 speculative_algorithm=EAGLE | use one of: none, DSpark, MTP
 max_seqs_per_batch=0 | use at least 1
 page_size=-16 | use 1..1024
+num_threads=100000 | use 1..1024
 port=70000 | use 0..65535
 drain_timeout=nan | use at least 0
 kv_cache_gb=0.0 | use a positive size
