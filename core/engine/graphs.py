@@ -15,7 +15,7 @@ import torch
 from core.devices.base import Device, Graph
 from core.engine.batch import ChunkRows, StepInputs
 from core.engine.feedback import StepTensors
-from core.engine.plan import StepExtent, StepPlan, StepShape
+from core.engine.plan import Draws, StepExtent, StepPlan, StepShape
 
 
 def chunk_buckets(limit: int) -> tuple[int, ...]:
@@ -29,11 +29,17 @@ def serving_shapes(
     """Every shape that a plan can name, largest first so that memory peaks early."""
     for bucket in reversed(buckets):
         full = tiers(bucket)[-1]
-        for chunk in reversed(chunks):
-            yield StepShape(request_bucket=bucket, target_rows=full, chunk_rows=chunk, propose_depth=depth)
-            yield StepShape(request_bucket=bucket, target_rows=0, chunk_rows=chunk, propose_depth=depth)
-        for rows in reversed(tiers(bucket)):
-            yield StepShape(request_bucket=bucket, target_rows=rows, chunk_rows=0, propose_depth=depth)
+        sizes = [(rows, chunk) for chunk in reversed(chunks) for rows in (full, 0)]
+        sizes += [(rows, 0) for rows in reversed(tiers(bucket))]
+        for rows, chunk in sizes:
+            for draws in Draws:
+                yield StepShape(
+                    request_bucket=bucket,
+                    target_rows=rows,
+                    chunk_rows=chunk,
+                    propose_depth=depth,
+                    draws=draws,
+                )
     for chunk in reversed(chunks):
         yield StepShape(request_bucket=0, target_rows=0, chunk_rows=chunk, propose_depth=0)
 
@@ -106,8 +112,6 @@ class StepProgram:
 
         bucket, chunk = shape.request_bucket, shape.chunk_rows
         self.shape = shape
-        self.any_sampled = False
-        self.any_filtered = False
         self.results: StepTensors | None = None  # set by the function that is captured
         self.inputs = StepInputs(
             rows=buffer(bucket),

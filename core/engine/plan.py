@@ -7,10 +7,19 @@ sequences with results in flight are upper bounds here.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 
 from core.types import SamplingParams
+
+
+class Draws(IntEnum):
+    """What sampling a step needs; the largest need of its sequences decides for all, without changing any."""
+
+    GREEDY = 0
+    SAMPLED = 1  # some sequence has temperature > 0
+    FILTERED = 2  # some sequence has top-k, top-p or min-p as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +30,7 @@ class StepShape:
     target_rows: int  # G: anchors and verify rows, padded to a tier; 0: no decode rows
     chunk_rows: int  # prompt rows, padded to a chunk bucket; 0: none
     propose_depth: int  # drafts made behind verification; 0: no draft pass
+    draws: Draws = Draws.GREEDY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +124,9 @@ class StepPlan:
     admissions: tuple[Admission, ...]
     page_updates: tuple[PageUpdate, ...]
     extent: StepExtent
-    verify_depth: int  # what step - 1 proposed
+    verify_depth: int  # what the last step that sampled proposed
     choice: BudgetChoice
     shard_budgets: tuple[int, ...]  # draft rows per DP shard
-    any_sampled: bool  # some sequence has temperature > 0
-    any_filtered: bool  # some sequence has top-k, top-p or min-p
 
     @property
     def transient(self) -> bool:

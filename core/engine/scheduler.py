@@ -20,6 +20,7 @@ from core.engine.plan import (
     BudgetChoice,
     BudgetQuestion,
     DecodeRow,
+    Draws,
     PageUpdate,
     PrefillChunk,
     StepExtent,
@@ -29,9 +30,10 @@ from core.engine.plan import (
 )
 from core.engine.sequence import SequenceState
 from core.kvcache.pages import PagePool
-from core.types import FinishReason, Request, RequestOutput
+from core.types import FinishReason, Request, RequestOutput, SamplingParams
 
 ChooseBudget = Callable[[BudgetQuestion], BudgetChoice]
+NOTHING_SAMPLES = BudgetChoice(target_rows=0, propose_depth=0)
 
 
 class Scheduler:
@@ -146,24 +148,26 @@ class Scheduler:
         bucket = _round_up(len(sampling), self.request_buckets) if sampling else 0
         longest = max(self._extent(seq) for seq in sampling) if sampling else 0
         rows = tuple(row for _, row in decode)
-        choice = choose(
-            BudgetQuestion(
-                step=step,
-                request_bucket=bucket,
-                rows=rows,
-                max_kv_length=longest,
-                transient=bool(chunks),
+        choice = NOTHING_SAMPLES
+        if sampling:
+            choice = choose(
+                BudgetQuestion(
+                    step=step,
+                    request_bucket=bucket,
+                    rows=rows,
+                    max_kv_length=longest,
+                    transient=bool(chunks),
+                )
             )
-        )
+        prompt_rows = sum(len(chunk.token_ids) for _, chunk in chunks)
         plan = StepPlan(
             step=step,
             shape=StepShape(
                 request_bucket=bucket,
                 target_rows=choice.target_rows if decode else 0,
-                chunk_rows=_round_up(sum(len(c.token_ids) for _, c in chunks), self.chunk_buckets)
-                if chunks
-                else 0,
-                propose_depth=choice.propose_depth if sampling else 0,
+                chunk_rows=_round_up(prompt_rows, self.chunk_buckets) if chunks else 0,
+                propose_depth=choice.propose_depth,
+                draws=max((_draws(seq.request.params) for seq in sampling), default=Draws.GREEDY),
             ),
             decode=rows,
             chunks=tuple(chunk for _, chunk in chunks),
@@ -178,8 +182,6 @@ class Scheduler:
             verify_depth=self._proposed_depth,
             choice=choice,
             shard_budgets=(max(choice.target_rows - len(decode), 0),),
-            any_sampled=any(not seq.request.params.is_greedy for seq in sampling),
-            any_filtered=any(seq.request.params.has_filter for seq in sampling),
         )
         self._launched(plan, sampling, [seq for seq, _ in chunks])
         return plan
@@ -431,3 +433,9 @@ class Scheduler:
 def _round_up(value: int, buckets: Sequence[int]) -> int:
     """Smallest captured size that holds `value`."""
     return next(bucket for bucket in buckets if bucket >= value)
+
+
+def _draws(params: SamplingParams) -> Draws:
+    if params.is_greedy:
+        return Draws.GREEDY
+    return Draws.FILTERED if params.has_filter else Draws.SAMPLED

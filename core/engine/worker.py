@@ -15,7 +15,7 @@ import torch
 from core.devices.base import Device
 from core.engine.feedback import InFlight, ResultRing, StepTensors
 from core.engine.graphs import HostInputs, StepProgram, host_inputs, padding_inputs
-from core.engine.plan import StepExtent, StepPlan, StepResult, StepShape
+from core.engine.plan import Draws, StepExtent, StepPlan, StepResult, StepShape
 from core.engine.request_state import RequestState
 from core.kvcache.storage import KVStorage
 from core.models.base import TargetModel
@@ -58,13 +58,13 @@ class Worker:
     ) -> None:
         """Capture every shape; run it on padding, which touches nothing but the dummy page.
 
-        Operators are warm once a step of as many rows has run: of the shapes with prompt rows, which differ in
-        little else, one per row count runs.
+        Operators are warm once a step of as many rows has run, so of the shapes with prompt rows, which differ in
+        little else, one per row count runs, and of the kinds of draws the first.
         """
         warm_rows: set[int] = set()
         for shape in shapes:
             num_rows = shape.target_rows + shape.chunk_rows
-            runs = not (shape.chunk_rows and num_rows in warm_rows)
+            runs = shape.draws is Draws.GREEDY and not (shape.chunk_rows and num_rows in warm_rows)
             warm_rows.add(num_rows)
             self.device.run(partial(self._capture, shape, extent if runs else None))
             self.device.record().wait()
@@ -99,7 +99,6 @@ class Worker:
         self.state.append_pages(plan.page_updates)
         program = self._program(plan.shape)
         program.fill(host)
-        program.any_sampled, program.any_filtered = plan.any_sampled, plan.any_filtered
         program.graph.replay(plan.extent)
         if plan.shape.request_bucket:
             assert program.results is not None
@@ -154,8 +153,8 @@ class Worker:
             logits,
             self.state.sampling(rows),
             positions + 1,
-            any_sampled=program.any_sampled,
-            any_filtered=program.any_filtered,
+            any_sampled=shape.draws >= Draws.SAMPLED,
+            any_filtered=shape.draws == Draws.FILTERED,
         )
         return spec.verify(self.group.agree(drawn), arranged, inputs, shape)
 

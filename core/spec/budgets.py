@@ -28,11 +28,6 @@ class BudgetPolicy(Protocol):
         ...
 
 
-def _full_width(tiers: Tiers, request_bucket: int) -> int:
-    """Target rows at full width; 0 where nothing samples."""
-    return tiers(request_bucket)[-1] if request_bucket else 0
-
-
 class FullWidth:
     """Every draft is verified in every step: fixed-width speculation, and plain decoding at width 0."""
 
@@ -42,7 +37,7 @@ class FullWidth:
 
     def choose(self, question: BudgetQuestion) -> BudgetChoice:
         return BudgetChoice(
-            target_rows=_full_width(self._tiers, question.request_bucket), propose_depth=self._draft_width
+            target_rows=self._tiers(question.request_bucket)[-1], propose_depth=self._draft_width
         )
 
     def observe(self, result: StepResult) -> None:
@@ -78,7 +73,7 @@ class AdaptiveVerify:
         request_bucket, rows = question.request_bucket, question.rows
         if question.transient:
             return BudgetChoice(
-                target_rows=_full_width(self._tiers, request_bucket),
+                target_rows=self._tiers(request_bucket)[-1],
                 propose_depth=self._draft_width,
                 fallback="transient",
                 nan_confidences=nan_confidences,
