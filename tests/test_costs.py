@@ -183,7 +183,7 @@ def test_flat_costs_are_reported() -> None:
 
 def test_costs_that_fall_are_reported() -> None:
     [line] = shape_report(SpsCost({8: 100.0, 16: 120.0, 32: 50.0}), {8: [8, 16, 32]})
-    assert "8 rows will never be chosen" in line
+    assert "a budget of 8 will never be chosen" in line
 
 
 def test_the_fit_is_an_ordinary_least_squares_one() -> None:

@@ -42,15 +42,19 @@ def install_costs(engine: Engine, report: Report) -> None:
     loop, tiers = engine.loop, engine.config.target_tiers
     grid = {bucket: tiers(bucket) for bucket in engine.config.schedule.request_buckets}
     notes = [note for _, _, costs in profiles.entries for note in shape_report(costs, grid)]
-    for note in notes:
-        logger.warning("adaptive.cost_shape", message=note)
+    flat = all(is_flat(costs, b, tiers(b)) for _, buckets, costs in profiles.entries for b in buckets)
+    if flat:
+        logger.warning(
+            "adaptive.costs_are_flat", message="full width always wins: adaptive verification cannot act"
+        )
+    elif notes:
+        logger.info("adaptive.cost_shape", notes=notes)
     loop.speculator.budget = AdaptiveVerify(
         tiers,
         profiles,
         num_rows=2 * engine.config.schedule.max_seqs_per_batch,
         draft_width=engine.config.draft_width,
     )
-    flat = all(is_flat(costs, b, tiers(b)) for _, buckets, costs in profiles.entries for b in buckets)
     engine.effective["calibration"] = {**summary, "flat": flat, "notes": notes, "costs": profiles.to_json()}
 
 

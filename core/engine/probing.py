@@ -39,11 +39,19 @@ class Prober:
         self._vocab_size = vocab_size
 
     def run(self, report: Callable[[int, int], None]) -> list[ProbedPoint]:
-        """Probe every point; report(done, total) after each."""
+        """Probe every point; report(done, total) counts samples, since the last points take longest."""
         loop = self._loop
         served = loop.speculator.budget
         points = list(probe_points(self._config))
         probed: list[ProbedPoint] = []
+        samples = count(1)
+        total = len(points) * (
+            self._config.warmup_steps + self._config.windows_per_point * self._config.window_steps
+        )
+
+        def progress() -> None:
+            report(min(next(samples), total), total)
+
         loop.scheduler.prefill_first = True
         try:
             for context, of_context in groupby(points, key=lambda point: point.context):
@@ -54,8 +62,7 @@ class Prober:
                     while len(running) < point.request_bucket:
                         running.append(next(requests))
                         self._add(running[-1], point)
-                    probed.append(self._probe(point))
-                    report(len(probed), len(points))
+                    probed.append(self._probe(point, progress))
                 for request in running:
                     loop.scheduler.abort(request.request_id)
                 loop.scheduler.check_idle()
@@ -79,7 +86,7 @@ class Prober:
             )
         self._loop.scheduler.add(request)
 
-    def _probe(self, point: ProbePoint) -> ProbedPoint:
+    def _probe(self, point: ProbePoint, progress: Callable[[], None]) -> ProbedPoint:
         loop, config = self._loop, self._config
         loop.speculator.budget = ForcedRows(
             self._tiers, draft_width=loop.speculator.width, pick=lambda *_: point.target_rows
@@ -100,6 +107,8 @@ class Prober:
             faithful &= len(outcome.result.plan.decode) == shape.request_bucket == point.request_bucket
             faithful &= outcome.result.executed_rows == point.target_rows
             sampler.add(outcome.interval_seconds)
+            if outcome.interval_seconds is not None:
+                progress()
         loop.drain()
         if not (faithful and sampler.done):
             logger.warning(
