@@ -72,7 +72,7 @@ def _start_engine(config: EngineConfig) -> Engine:
     os.environ.update(openmp_environment(config.device.num_threads, base=os.environ))
 
     from core.engine.service import build_engine
-    from core.logs import configure_logging
+    from core.logs import configure_logging, get_logger, log_effective_configuration
     from core.server.wire import PhaseChanged
     from xspec_cli.startup import current_stderr, startup_display
 
@@ -86,6 +86,8 @@ def _start_engine(config: EngineConfig) -> Engine:
     try:
         engine = build_engine(config, report)
         display.finish()
+        if config.speculation:
+            log_effective_configuration(get_logger(), config.speculation.algorithm, engine.effective)
         return engine
     finally:
         display.close()
