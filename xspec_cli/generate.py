@@ -86,7 +86,7 @@ def _start_engine(config: EngineConfig) -> Engine:
     try:
         engine = build_engine(config, report)
         display.finish()
-        if config.speculation:
+        if config.speculation and config.speculation.calibration:
             log_effective_configuration(get_logger(), config.speculation.algorithm, engine.effective)
         return engine
     finally:
