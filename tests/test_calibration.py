@@ -17,7 +17,7 @@ from core.engine.worker import Worker
 from core.errors import CalibrationError, ConfigError
 from core.launcher import record_costs, server_metrics
 from core.spec.budgets import AdaptiveVerify
-from core.spec.calibration import WindowSampler
+from core.spec.calibration import WindowSampler, estimate_seconds, steps_per_point
 from metrics.stats import StepStats
 from metrics.status import Snapshot
 from tests.engines import engine_config, greedy, random_prompts, run, tiny_calibration
@@ -195,6 +195,14 @@ def test_a_point_that_did_not_run_as_asked_is_missing_not_copied(
     built.close()
     asked = [(point["request_bucket"], point["target_rows"]) for point in missing]
     assert asked == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 4), (4, 8), (4, 16)]
+
+
+def test_the_expected_duration_counts_prefixes_once_and_every_point() -> None:
+    calibration = tiny_calibration((1, 2), prefill=10)  # 1 warm-up step, 3 windows of 2 steps
+    steps = {(b, g): 0.1 * g for b in (1, 2) for g in calibration.target_graph_rows[b]}
+    seconds = estimate_seconds(calibration, steps, prompt_row_seconds=0.5, lag=2)
+    per_point = steps_per_point(calibration, lag=2)
+    assert seconds == pytest.approx(10 * 2 * 0.5 + per_point * 0.1 * (1 + 2 + 4 + 8 + 2 + 4 + 8 + 16))
 
 
 def test_a_window_is_consecutive_intervals_after_warmup() -> None:

@@ -114,18 +114,18 @@ def assemble(config: EngineConfig, report: Report = no_report) -> Engine:
     )
 
 
-def warm_up(engine: Engine, report: Report = no_report) -> None:
-    """Capture and run every shape that serving can need."""
+def warm_up(engine: Engine, report: Report = no_report) -> dict[StepShape, float]:
+    """Capture every shape that serving can need; the seconds of those that were run to warm up."""
     config = engine.config
     if config.device.graph_backend == "none":
-        return
+        return {}
     chunks = engine.loop.scheduler.chunk_buckets
     shapes = list(
         serving_shapes(config.schedule.request_buckets, chunks, config.target_tiers, config.draft_width)
     )
     finished = iter(range(1, len(shapes) + 1))
     extent = StepExtent(context_pages=1, rows_per_sequence=1)
-    engine.loop.worker.warm_up(
+    return engine.loop.worker.warm_up(
         shapes, extent, lambda shape: report("warmup", _shape_name(shape), next(finished), len(shapes))
     )
 

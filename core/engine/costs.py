@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from core.config import CalibrationConfig, ContextConfig, SpeculationConfig, to_plain
 from core.engine.build import Engine, Report, draft_fingerprint
+from core.engine.plan import StepShape
 from core.engine.probing import ProbedPoint, Prober
 from core.errors import CalibrationError, ConfigError
 from core.logs import get_logger
 from core.models.weights import fingerprint
 from core.spec.budgets import AdaptiveVerify
+from core.spec.calibration import estimate_seconds
 from core.spec.cost_bundle import settings_compared
 from core.spec.cost_table import (
     Compatibility,
@@ -29,7 +32,7 @@ from core.spec.costs import fit_costs, is_flat, shape_report
 logger = get_logger("xspec.engine")
 
 
-def install_costs(engine: Engine, report: Report) -> None:
+def install_costs(engine: Engine, report: Report, step_seconds: Mapping[StepShape, float]) -> None:
     """Give an engine with adaptive verification its costs and its policy; do nothing for any other."""
     spec = engine.config.speculation
     if spec is None or not spec.adaptive_target_verify:
@@ -38,6 +41,7 @@ def install_costs(engine: Engine, report: Report) -> None:
     if spec.cost_table is not None:
         profiles, summary = _load(engine, spec)
     else:
+        announce_duration(spec.calibration, step_seconds, lag=engine.loop.lag)
         profiles, summary = _measure(engine, spec, spec.calibration, report)
     loop, tiers = engine.loop, engine.config.target_tiers
     grid = {bucket: tiers(bucket) for bucket in engine.config.schedule.request_buckets}
@@ -56,6 +60,18 @@ def install_costs(engine: Engine, report: Report) -> None:
         draft_width=engine.config.draft_width,
     )
     engine.effective["calibration"] = {**summary, "flat": flat, "notes": notes, "costs": profiles.to_json()}
+
+
+def announce_duration(
+    calibration: CalibrationConfig, step_seconds: Mapping[StepShape, float], *, lag: int
+) -> None:
+    """Say how long sampling will take, from the steps that warmed the shapes up."""
+    steps = {(s.request_bucket, s.target_rows): t for s, t in step_seconds.items() if not s.chunk_rows}
+    prompt_row = min((t / s.chunk_rows for s, t in step_seconds.items() if s.chunk_rows), default=0.0)
+    seconds = estimate_seconds(calibration, steps, prompt_row_seconds=prompt_row, lag=lag)
+    logger.info(
+        "calibration.estimate", seconds=round(seconds), message=f"calibration takes about {seconds:.0f} s"
+    )
 
 
 def compatibility(engine: Engine) -> Compatibility:

@@ -32,8 +32,8 @@ def build_engine(config: EngineConfig, report: Report = no_report) -> Engine:
     """An engine that is ready to serve: loaded, warmed up, calibrated. Raises XspecError with its exit code."""
     engine = assemble(config, report)
     try:
-        warm_up(engine, report)
-        install_costs(engine, report)
+        step_seconds = warm_up(engine, report)
+        install_costs(engine, report, step_seconds)
     except BaseException:
         engine.close()
         raise

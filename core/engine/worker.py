@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -55,20 +56,25 @@ class Worker:
 
     def warm_up(
         self, shapes: Iterable[StepShape], extent: StepExtent, report: Callable[[StepShape], None]
-    ) -> None:
+    ) -> dict[StepShape, float]:
         """Capture every shape; run it on padding, which touches nothing but the dummy page.
 
         Operators are warm once a step of as many rows has run, so of the shapes with prompt rows, which differ in
-        little else, one per row count runs, and of the kinds of draws the first.
+        little else, one per row count runs, and of the kinds of draws the first. Returns the seconds of what ran.
         """
+        seconds: dict[StepShape, float] = {}
         warm_rows: set[int] = set()
         for shape in shapes:
             num_rows = shape.target_rows + shape.chunk_rows
             runs = shape.draws is Draws.GREEDY and not (shape.chunk_rows and num_rows in warm_rows)
             warm_rows.add(num_rows)
+            started = time.perf_counter()
             self.device.run(partial(self._capture, shape, extent if runs else None))
             self.device.record().wait()
+            if runs:
+                seconds[shape] = time.perf_counter() - started
             report(shape)
+        return seconds
 
     def _capture(self, shape: StepShape, extent: StepExtent | None) -> None:
         program = self._programs[shape] = StepProgram(shape, self.run_step, self.device)

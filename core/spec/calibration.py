@@ -7,7 +7,7 @@ cost of a point is the median of its windows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from core.config import CalibrationConfig, ContextConfig
@@ -31,6 +31,23 @@ def probe_points(config: CalibrationConfig) -> Iterator[ProbePoint]:
 def steps_per_point(config: CalibrationConfig, *, lag: int) -> int:
     """Decode steps that a point launches at most: one without an interval, warm-up, windows, and those in flight."""
     return 1 + config.warmup_steps + config.windows_per_point * config.window_steps + lag
+
+
+def estimate_seconds(
+    config: CalibrationConfig,
+    step_seconds: Mapping[tuple[int, int], float],
+    *,
+    prompt_row_seconds: float,
+    lag: int,
+) -> float:
+    """About how long probing takes. step_seconds: one step of (request bucket, target rows), as warmed up.
+
+    Each context computes the prefixes of its largest bucket once; every point then runs its steps.
+    """
+    prompts = sum(context.prefill_tokens for context in config.contexts) * max(config.request_buckets)
+    steps = steps_per_point(config, lag=lag)
+    decode = sum(step_seconds.get((p.request_bucket, p.target_rows), 0.0) for p in probe_points(config))
+    return prompts * prompt_row_seconds + steps * decode
 
 
 @dataclass(slots=True, kw_only=True)
