@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every xspec command (DESIGN 1.5)."""
+    """Exit codes of every xspec command (docs/design.md, Exit codes)."""
 
     OK = 0
     UNEXPECTED = 1

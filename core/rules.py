@@ -1,4 +1,4 @@
-"""The support matrix (DESIGN 1.5): what combinations of flags are refused, whatever the machine.
+"""What combinations of flags are refused, whatever the machine (docs/design.md, Support matrix).
 
 A rule is a generator of full sentences: the flag with its value, what is wrong, what to do. Rules are
 independent, so that all violations are reported at once; a rule whose flags have unknown values stays silent.

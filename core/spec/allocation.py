@@ -1,8 +1,9 @@
-"""Which drafts a step verifies: prefix allocation over the current confidences (DESIGN 1.2).
+"""Which drafts a step verifies: prefix allocation over the current confidences.
 
-`allocate` runs on the device inside the step; `allocate_host` is the same rule in numpy, for tests and `xspec
-explain`. Both multiply float32 confidences left to right, one position at a time, so that they agree to the
-last bit: a fused cumulative product may round differently and break ties another way.
+See docs/design.md, Adaptive target verification. `allocate` runs on the device inside the step;
+`allocate_host` is the same rule in numpy, for tests and `xspec explain`. Both multiply float32 confidences
+left to right, one position at a time, so that they agree to the last bit: a fused cumulative product may
+round differently and break ties another way.
 """
 
 from __future__ import annotations

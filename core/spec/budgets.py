@@ -59,7 +59,10 @@ class ForcedRows(FullWidth):
 
 
 class AdaptiveVerify:
-    """DESIGN 1.2: the tier with the highest predicted throughput, from lagged survivals and measured costs."""
+    """The tier with the highest predicted throughput, from lagged survivals and measured costs.
+
+    See docs/design.md, Adaptive target verification.
+    """
 
     def __init__(self, tiers: Tiers, profiles: CostProfiles, *, num_rows: int, draft_width: int) -> None:
         self._tiers = tiers

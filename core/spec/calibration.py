@@ -1,8 +1,8 @@
-"""Startup calibration without its engine: which points are probed, and what counts as a sample (DESIGN 1.3).
+"""Startup calibration without its engine: which points are probed, and what counts as a sample.
 
-A sample is the interval between consecutive retirements of like steps while the pipeline is full. Per point: warm-up
-steps are dropped, then windows of consecutive intervals; one window gives one value, the mean of its steps, and the
-cost of a point is the median of its windows.
+See docs/design.md, Startup calibration. A sample is the interval between consecutive retirements of like
+steps while the pipeline is full. Per point: warm-up steps are dropped, then windows of consecutive intervals;
+one window gives one value, the mean of its steps, and the cost of a point is the median of its windows.
 """
 
 from __future__ import annotations

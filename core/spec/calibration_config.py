@@ -1,7 +1,7 @@
-"""Strict reading of calibration settings that a user's file overrides (DESIGN 1.3).
+"""Strict reading of calibration settings that a user's file overrides.
 
-Types, ranges and what the file alone can tell. Whether buckets and tiers are captured, and whether contexts
-fit the launch, is decided where the launch is known.
+See docs/design.md, Startup calibration. Types, ranges and what the file alone can tell. Whether buckets and
+tiers are captured, and whether contexts fit the launch, is decided where the launch is known.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def answer_case(case: JsonNode, *, allocator: Allocator, table: TableOverride | 
 
 
 def samples_from_json(node: JsonNode) -> tuple[str, int, tuple[CostSample, ...]]:
-    """Read a samples object: model, draft width and samples (the offline file of DESIGN 5)."""
+    """Read a samples object: model, draft width and samples (docs/design.md, Startup calibration)."""
     fields = node.fields(required=("model", "draft_width", "samples"))
     return (
         fields["model"].string(MODELS),

@@ -1,7 +1,7 @@
-"""The cost bundle as data and as JSON: fitted step costs with all that says where they hold (DESIGN 5).
+"""The cost bundle as data and as JSON: fitted step costs with all that says where they hold.
 
-Reading is strict: keys, types, ranges and the bundle's own consistency. Whether it fits a launch is for
-`cost_table` to say.
+See docs/design.md, Startup calibration. Reading is strict: keys, types, ranges and the bundle's own
+consistency. Whether it fits a launch is for `cost_table` to say.
 """
 
 from __future__ import annotations

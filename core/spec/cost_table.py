@@ -1,7 +1,8 @@
-"""Step costs from and to files (DESIGN 5), and the table that serving looks them up in.
+"""Step costs from and to files, and the table that serving looks them up in.
 
-A bundle is loaded instead of measuring only where every compatibility field equals the launch's. A bare table
-carries no such fields: width and coverage are checked and the rest is `unverified`.
+See docs/design.md, Startup calibration. A bundle is loaded instead of measuring only where every
+compatibility field equals the launch's. A bare table carries no such fields: width and coverage are checked
+and the rest is `unverified`.
 """
 
 from __future__ import annotations

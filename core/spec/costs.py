@@ -1,7 +1,8 @@
 """Step costs: what one full decode step costs per request bucket Bcap and per physical verify rows G.
 
-Full-step costs: draft, verification, sampling and commit are inside, nothing is added later (DESIGN 1.2).
-Knows no device, no pipeline and no file; `cost_table` stores what is fitted here.
+Full-step costs: draft, verification, sampling and commit are inside, nothing is added later (docs/design.md,
+Adaptive target verification). Knows no device, no pipeline and no file; `cost_table` stores what is fitted
+here.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class AdditiveCost:
 
 
 def cost_model_from_json(node: JsonNode, *, extra: Iterable[str] = ()) -> SpsCost | AdditiveCost:
-    """Read a table in the format of DESIGN 5; `extra` names keys beside it that the caller reads itself."""
+    """Read a cost table (docs/design.md, Startup calibration); the caller reads keys named by `extra`."""
     members = node.value if isinstance(node.value, dict) else {}
     if "model" not in members:
         node.refuse('must be a cost table: an object with "model": "additive" or "sps"')

@@ -1,8 +1,8 @@
-"""Full-cycle costs of adaptive draft steps: cost_ms(Bcap, d), one table per draft depth (DESIGN 1.1).
+"""Full-cycle costs of adaptive draft steps: cost_ms(Bcap, d), one table per draft depth.
 
-The cycle holds draft forwards, target verification, sampling, prefix refresh and retirement. G, the padded
-rows of (Bcap, d), follows from both, so `additive` needs no theta and any grid determines it. Never loaded
-from a file.
+See docs/design.md, Adaptive draft steps. The cycle holds draft forwards, target verification, sampling,
+prefix refresh and retirement. G, the padded rows of (Bcap, d), follows from both, so `additive` needs no
+theta and any grid determines it. Never loaded from a file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How many draft steps a decode batch runs: adaptive draft steps of MTP (DESIGN 1.1).
+"""How many draft steps a decode batch runs: adaptive draft steps of MTP.
 
-Pure Python over counts that ordinary retirement brings to the host. One depth per batch, chosen by predicted
-throughput B * (1 + sum of prefix acceptance) / cost_ms(Bcap, d); depth 0 pauses the drafter.
+See docs/design.md, Adaptive draft steps. Pure Python over counts that ordinary retirement brings to the host.
+One depth per batch, chosen by predicted throughput B * (1 + sum of prefix acceptance) / cost_ms(Bcap, d);
+depth 0 pauses the drafter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The `adaptive_draft_step_config` file (DESIGN 1.1): how the depth policy decides and what is measured.
+"""The `adaptive_draft_step_config` file: how the depth policy decides and what is measured.
 
-The file enables nothing and brings no costs: those come from this service's own startup calibration.
+See docs/design.md, Adaptive draft steps. The file enables nothing and brings no costs: those come from this
+service's own startup calibration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How many physical rows a step verifies: the host side of adaptive target verification (DESIGN 1.2).
+"""How many physical rows a step verifies: the host side of adaptive target verification.
 
-Pure numpy. Sees only feedback that retired two steps ago, never the tokens it judges: that lag keeps the
-target distribution exact (DSpark paper, section 3.2.2), so the global argmax over tiers is lossless.
+See docs/design.md, Adaptive target verification. Pure numpy. Sees only feedback that retired two steps ago,
+never the tokens it judges: that lag keeps the target distribution exact (DSpark paper, section 3.2.2), so the
+global argmax over tiers is lossless.
 """
 
 from __future__ import annotations
