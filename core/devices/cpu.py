@@ -55,12 +55,14 @@ class CpuDevice:
         self.num_threads = num_threads
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        # Only the stream may own an OpenMP team. With a second one libgomp counts more threads than processors and
+        # cuts the spinning of both to almost nothing: every parallel region of a step then waits for a wake-up.
+        _use_threads(1)
         self._thread = threading.Thread(target=self._serve, name="cpu-stream", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
-        # OpenMP's thread count belongs to the calling thread: set it where the operators run.
-        torch.set_num_threads(self.num_threads)
+        _use_threads(self.num_threads)
         with torch.inference_mode():
             while (work := self._work.get()) is not None:
                 try:
@@ -89,6 +91,15 @@ class CpuDevice:
     def close(self) -> None:
         self._work.put(None)
         self._thread.join(timeout=10)
+
+
+def _use_threads(count: int) -> None:
+    """Set the size of the calling thread's OpenMP team; it belongs to the thread that calls operators.
+
+    Asking for it back settles it: torch otherwise takes over the last value that any thread set, at its first operator.
+    """
+    torch.set_num_threads(count)
+    torch.get_num_threads()
 
 
 def _cpu_model() -> str:

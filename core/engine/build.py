@@ -83,7 +83,6 @@ def assemble(config: EngineConfig, report: Report = no_report) -> Engine:
     device = open_device(
         config.device.kind, num_threads=config.device.num_threads, graph_backend=config.device.graph_backend
     )
-    torch.set_num_threads(config.device.num_threads)
     dtype = getattr(torch, config.model.dtype)
     report("load", "target", 0, 2)
     target_path = config.model.path or ensure_builtin_model(lambda line: report("load", line, 0, 2))
