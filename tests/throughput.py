@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.config import CalibrationConfig, ContextConfig
+from core.devices.base import Device, open_device
 from core.engine.build import Engine
 from core.engine.service import build_engine
 from core.types import Request
@@ -43,7 +44,7 @@ def preset(buckets: tuple[int, ...]) -> CalibrationConfig:
     )
 
 
-def make_engine(arm: str, buckets: tuple[int, ...], threads: int) -> Engine:
+def make_engine(arm: str, buckets: tuple[int, ...], threads: int, device: Device | None = None) -> Engine:
     """An engine of one arm: none, fixed or adaptive."""
     config = engine_config(
         None,
@@ -58,7 +59,8 @@ def make_engine(arm: str, buckets: tuple[int, ...], threads: int) -> Engine:
         calibration=preset(buckets) if arm == "adaptive" else None,
     )
     return build_engine(
-        dataclasses.replace(config, device=dataclasses.replace(config.device, num_threads=threads))
+        dataclasses.replace(config, device=dataclasses.replace(config.device, num_threads=threads)),
+        device=device,
     )
 
 
@@ -98,7 +100,9 @@ def main() -> None:
     parser.add_argument("--acceptance-prompts", type=int, default=20)
     args = parser.parse_args()
     buckets = tuple(1 << i for i in range(max(args.concurrency).bit_length()))
-    engines = {arm: make_engine(arm, buckets, args.threads) for arm in ("none", "fixed", "adaptive")}
+    # One stream for all: a team of OpenMP threads for each engine would slow every one of them down.
+    device = open_device("cpu", num_threads=args.threads, graph_backend="cpugraph")
+    engines = {arm: make_engine(arm, buckets, args.threads, device) for arm in ("none", "fixed", "adaptive")}
     prompts = encode_prompts(engines["none"], read_prompts(args.prompts, 64), args.tokens)
     for concurrency in args.concurrency:
         rates: dict[str, list[float]] = {arm: [] for arm in engines}
@@ -130,7 +134,7 @@ def main() -> None:
                 ),
                 flush=True,
             )
-    for file in args.prompts:
+    for file in args.prompts if args.acceptance_prompts else []:
         ids = encode_prompts(engines["fixed"], read_prompts([file], args.acceptance_prompts), args.tokens)
         steps = [
             s for i in range(0, len(ids), 4) for s in decode(engines["fixed"], ids[i : i + 4], args.tokens)[1]
@@ -145,8 +149,7 @@ def main() -> None:
             ),
             flush=True,
         )
-    for engine in engines.values():
-        engine.close()
+    device.close()
 
 
 if __name__ == "__main__":

@@ -78,9 +78,12 @@ class Engine:
         self.device.close()
 
 
-def assemble(config: EngineConfig, report: Report = no_report) -> Engine:
-    """Load models, allocate KV and wire everything up; nothing is captured and nothing calibrated yet."""
-    device = open_device(
+def assemble(config: EngineConfig, report: Report = no_report, *, device: Device | None = None) -> Engine:
+    """Load models, allocate KV and wire everything up; nothing is captured and nothing calibrated yet.
+
+    device: None opens one; engines that take turns in one process share one, and with it its threads.
+    """
+    device = device or open_device(
         config.device.kind, num_threads=config.device.num_threads, graph_backend=config.device.graph_backend
     )
     dtype = getattr(torch, config.model.dtype)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import zmq
 
 from core.config import EngineConfig, to_plain
+from core.devices.base import Device
 from core.engine.build import Engine, Report, assemble, no_report, warm_up
 from core.engine.costs import install_costs
 from core.errors import RequestRejected
@@ -28,9 +29,9 @@ IDLE_POLL_MS = 1000
 SEND_LINGER_MS = 2000
 
 
-def build_engine(config: EngineConfig, report: Report = no_report) -> Engine:
+def build_engine(config: EngineConfig, report: Report = no_report, *, device: Device | None = None) -> Engine:
     """An engine that is ready to serve: loaded, warmed up, calibrated. Raises XspecError with its exit code."""
-    engine = assemble(config, report)
+    engine = assemble(config, report, device=device)
     try:
         step_seconds = warm_up(engine, report)
         install_costs(engine, report, step_seconds)
