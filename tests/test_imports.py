@@ -32,6 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "core.engine",
         "core.engine.plan",
         "core.kvcache",
+        "core.grammar",
         "core.logs",
         "core.spec",
         "core.vocabulary",
