@@ -35,7 +35,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    logprobs: int | None = None  # likeliest tokens to report beside each generated one; None: no log-probabilities
+    logprobs: int | None = (
+        None  # likeliest tokens to report beside each generated one; None: no log-probabilities
+    )
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     grammar: str | None = None  # what core.grammar made of a schema or an expression
 
@@ -47,6 +49,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def has_filter(self) -> bool:
         """Whether top-k, top-p or min-p narrow the distribution."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether anything but temperature and filters changes a draw, or log-probabilities are wanted."""
+        return (
+            self.has_penalty
+            or self.min_tokens > 0
+            or bool(self.logit_bias)
+            or self.grammar is not None
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
+        )
 
     @property
     def has_penalty(self) -> bool:

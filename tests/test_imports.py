@@ -67,6 +67,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "core.kvcache.storage",
         "core.layers",
         "core.sampling",
+        "core.shaping",
     ),
     "models": ("core.models",),
     "speculation": ("core.spec.drafts", "core.spec.speculator", "core.spec.verify"),

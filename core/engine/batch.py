@@ -56,4 +56,7 @@ class StepInputs:
     chunk_next_ids: torch.Tensor  # [C] int64: the prompt token behind each row
     chunk_positions: torch.Tensor  # [C] int64
     chunk_slots: torch.Tensor  # [C] int64, padding in the dummy page
+    allowed: (
+        torch.Tensor
+    )  # [B, ceil(V / 32)] int32: bits of the tokens a sequence may draw; no rows without shaping
     chunks: tuple[ChunkRows, ...] = ()

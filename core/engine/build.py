@@ -19,12 +19,14 @@ from core.engine.request_state import RequestState
 from core.engine.scheduler import Scheduler
 from core.engine.worker import Worker
 from core.errors import ConfigError, RequestRejected
+from core.grammar import GrammarVocabulary
 from core.kvcache.pages import PagePool
 from core.kvcache.storage import KVStorage
 from core.models.base import TargetModel
 from core.models.builtin import ensure_builtin_model
 from core.models.weights import fingerprint, load_target
 from core.parallel import RankGroup
+from core.shaping import ShapingState
 from core.spec.budgets import FullWidth
 from core.spec.drafts.base import Drafter
 from core.spec.speculator import Speculator
@@ -49,12 +51,25 @@ class Engine:
     draft_path: Path | None
     vocab_size: int
     effective: dict[str, Any]
+    grammars: GrammarVocabulary | None = None  # None: no request may have a grammar
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestRejected when it can never run here."""
         if refusal := self.loop.scheduler.refusal(request):
             raise RequestRejected(f"this request can't be served: {refusal}", param="prompt")
-        self.loop.scheduler.add(request)
+        if request.params.is_shaped and self.loop.worker.state.shaping is None:
+            raise RequestRejected(
+                "penalties, logit_bias, min_tokens, log-probabilities and grammars are not served together with "
+                "adaptive target verification"
+            )
+        matcher = None
+        if request.params.grammar is not None:
+            if self.grammars is None:
+                raise RequestRejected("structured output needs the model's tokenizer.json, and there is none")
+            matcher = self.grammars.matcher(request.params.grammar)
+            if matcher.error is not None:
+                raise RequestRejected(f"response_format: {matcher.error}", param="response_format")
+        self.loop.scheduler.add(request, matcher)
 
     def abort(self, request_id: int) -> RequestOutput | None:
         """End a request; None when there is none of that id any more."""
@@ -113,7 +128,19 @@ def assemble(config: EngineConfig, report: Report = no_report, *, device: Device
         draft_path=draft_path,
         vocab_size=model.vocab_size,
         effective={},
+        grammars=_grammars(config, target_path, model),
     )
+
+
+def allows_shaping(config: EngineConfig) -> bool:
+    """Whether requests may change logits or see them; adaptive target verification excludes it."""
+    return config.speculation is None or not config.speculation.adaptive_target_verify
+
+
+def _grammars(config: EngineConfig, path: Path, model: TargetModel) -> GrammarVocabulary | None:
+    if not allows_shaping(config) or not (path / "tokenizer.json").is_file():
+        return None
+    return GrammarVocabulary(path, vocab_size=model.vocab_size, eos_token_ids=eos_token_ids(path))
 
 
 def warm_up(engine: Engine, report: Report = no_report) -> dict[StepShape, float]:
@@ -123,7 +150,13 @@ def warm_up(engine: Engine, report: Report = no_report) -> dict[StepShape, float
         return {}
     chunks = engine.loop.scheduler.chunk_buckets
     shapes = list(
-        serving_shapes(config.schedule.request_buckets, chunks, config.target_tiers, config.draft_width)
+        serving_shapes(
+            config.schedule.request_buckets,
+            chunks,
+            config.target_tiers,
+            config.draft_width,
+            shaping=allows_shaping(config),
+        )
     )
     finished = iter(range(1, len(shapes) + 1))
     extent = StepExtent(context_pages=1, rows_per_sequence=1)
@@ -184,6 +217,14 @@ def wire(
     table_width = -(-positions // page_size)
     num_pages = _num_pages(config, page_bytes, table_width)
     num_rows = 2 * schedule.max_seqs_per_batch
+    shaping = None
+    if allows_shaping(config):
+        shaping = ShapingState(
+            num_rows=num_rows + 1,
+            num_positions=(table_width + 1) * page_size + speculator.width,
+            vocab_size=model.vocab_size,
+            device=device.torch_device,
+        )
     worker = Worker(
         model=model,
         speculator=speculator,
@@ -195,6 +236,7 @@ def wire(
             table_width=table_width,
             draft_width=speculator.width,
             device=device.torch_device,
+            shaping=shaping,
         ),
         device=device,
         group=RankGroup(),

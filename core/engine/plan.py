@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from core.types import SamplingParams
+from core.types import SamplingParams, TokenLogprobs
 
 
 class Draws(IntEnum):
@@ -20,6 +20,21 @@ class Draws(IntEnum):
     GREEDY = 0
     SAMPLED = 1  # some sequence has temperature > 0
     FILTERED = 2  # some sequence has top-k, top-p or min-p as well
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Draws:
+        """What one sequence needs."""
+        if params.is_greedy:
+            return cls.GREEDY
+        return cls.FILTERED if params.has_filter else cls.SAMPLED
+
+
+class Shaping(IntEnum):
+    """Whether logits are changed or reported; again the largest need decides, without changing other sequences."""
+
+    NONE = 0
+    SHAPED = 1  # some sequence has penalties, a bias, min_tokens, a grammar, or wants log-probabilities
+    PROMPT_SCORED = 2  # some prompt chunk wants the log-probabilities of its own tokens as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +46,7 @@ class StepShape:
     chunk_rows: int  # prompt rows, padded to a chunk bucket; 0: none
     propose_depth: int  # drafts made behind verification; 0: no draft pass
     draws: Draws = Draws.GREEDY
+    shaping: Shaping = Shaping.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +58,9 @@ class StepExtent:
 
     context_pages: int  # pages that cover the longest sequence's upper bound, draft rows included
     rows_per_sequence: int  # most decode rows that one sequence can have
+    penalties: bool = False  # some sequence's logits depend on the tokens before
+    masks: bool = False  # some sequence's next token must fit a grammar
+    scores: bool = False  # somebody wants log-probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +71,10 @@ class Admission:
     generation: int
     num_tokens: int  # tokens known when it starts: prompt, plus what it had generated before a preemption
     limit: int  # total length at which it ends: min(prompt + max_tokens, max_model_len)
+    prompt_len: int  # of the request: behind it generated tokens begin
     params: SamplingParams
+    stop_ids: tuple[int, ...]  # tokens that may not be drawn before params.min_tokens
+    history: tuple[int, ...]  # its num_tokens tokens if penalties count them, else nothing
     seed: int  # of the counter-based draws, 64 bit
 
 
@@ -127,6 +149,8 @@ class StepPlan:
     verify_depth: int  # what the last step that sampled proposed
     choice: BudgetChoice
     shard_budgets: tuple[int, ...]  # draft rows per DP shard
+    # (index into sampling_rows, [ceil(V / 32)] int32 words of allowed tokens) of sequences that follow a grammar
+    masks: tuple[tuple[int, np.ndarray], ...] = ()
 
     @property
     def transient(self) -> bool:
@@ -140,6 +164,25 @@ class StepPlan:
         return rows + [(chunk.req_idx, chunk.generation) for chunk in self.chunks if chunk.samples]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scores:
+    """Log-probabilities of tokens [...] and of the TOP_LOGPROBS likeliest at their positions, by the model alone."""
+
+    logprob: np.ndarray  # [...] float32
+    top_ids: np.ndarray  # [..., K] int64
+    top_logprobs: np.ndarray  # [..., K] float32, falling
+
+    def of(self, index: tuple[int, ...], token_id: int, count: int) -> TokenLogprobs:
+        """What a request that wants `count` of the likeliest tokens gets for the token at `index`."""
+        tops = zip(self.top_ids[index][:count], self.top_logprobs[index][:count], strict=True)
+        return TokenLogprobs(
+            token_id, float(self.logprob[index]), tuple((int(token), float(value)) for token, value in tops)
+        )
+
+
+TOP_LOGPROBS = 20  # K, as many as the OpenAI API can ask for
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Host copies of one step's results; row i belongs to plan.sampling_rows[i]."""
@@ -150,6 +193,8 @@ class StepResult:
     num_verified: np.ndarray  # [N] int64: draft rows verified
     executed_rows: int  # decode rows that went through the target, counted where they ran
     confidence: np.ndarray | None = field(repr=False)  # [N, W] float32 of the drafts made in this step
+    scores: Scores | None = field(repr=False, default=None)  # [N, W + 1] of token_ids
+    prompt_scores: Scores | None = field(repr=False, default=None)  # [C] of the token behind each prompt row
 
     @property
     def num_accepted(self) -> np.ndarray:

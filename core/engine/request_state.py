@@ -12,13 +12,23 @@ import torch
 
 from core.engine.plan import Admission, PageUpdate
 from core.sampling import SamplingRows
+from core.shaping import ShapingState
 
 
 class RequestState:
-    """Rows [R] of sequences; R = num_rows + 1."""
+    """Rows [R] of sequences; R = num_rows + 1. `shaping` is None where no request may ask for it."""
 
-    def __init__(self, *, num_rows: int, table_width: int, draft_width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        table_width: int,
+        draft_width: int,
+        device: torch.device,
+        shaping: ShapingState | None = None,
+    ) -> None:
         rows = num_rows + 1
+        self.shaping = shaping
         self.pad_row = num_rows
         self.draft_width = draft_width
 
@@ -43,6 +53,8 @@ class RequestState:
         for tensor in vars(self).values():
             if isinstance(tensor, torch.Tensor):
                 tensor.zero_()
+        if self.shaping is not None:
+            self.shaping.clear()
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Initialise rows. Runs on the stream, behind every step that still reads the row's former tenant."""
@@ -64,6 +76,8 @@ class RequestState:
             column = getattr(self, name)
             column.index_copy_(0, rows.to(column.device), torch.from_numpy(values).to(column.device))
         self.page_table.index_fill_(0, rows.to(self.page_table.device), 0)
+        if self.shaping is not None:
+            self.shaping.admit(admissions)
 
     def append_pages(self, updates: Sequence[PageUpdate]) -> None:
         """Write new entries of the page table. Runs on the stream."""

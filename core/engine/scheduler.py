@@ -23,14 +23,16 @@ from core.engine.plan import (
     Draws,
     PageUpdate,
     PrefillChunk,
+    Shaping,
     StepExtent,
     StepPlan,
     StepResult,
     StepShape,
 )
 from core.engine.sequence import SequenceState
+from core.grammar import GrammarMatcher
 from core.kvcache.pages import PagePool
-from core.types import FinishReason, Request, RequestOutput, SamplingParams
+from core.types import FinishReason, Request, RequestOutput
 
 ChooseBudget = Callable[[BudgetQuestion], BudgetChoice]
 NOTHING_SAMPLES = BudgetChoice(target_rows=0, propose_depth=0)
@@ -88,8 +90,8 @@ class Scheduler:
             return f"it needs {needed} KV pages and this engine has {self.pages.capacity}; lower max_tokens"
         return None
 
-    def add(self, request: Request) -> None:
-        """Queue a request that `refusal` accepts."""
+    def add(self, request: Request, matcher: GrammarMatcher | None = None) -> None:
+        """Queue a request that `refusal` accepts, with a matcher if it has a grammar."""
         params = request.params
         sequence = SequenceState(
             request=request,
@@ -98,6 +100,7 @@ class Scheduler:
             stop_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else self.eos_token_ids),
             tokens=list(request.prompt_token_ids),
+            matcher=matcher,
         )
         self._by_id[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -160,6 +163,9 @@ class Scheduler:
                 )
             )
         prompt_rows = sum(len(chunk.token_ids) for _, chunk in chunks)
+        shaping = max((seq.shaping for seq in sampling), default=Shaping.NONE)
+        if any(seq.scores_chunk() for seq, _ in chunks):
+            shaping = Shaping.PROMPT_SCORED
         plan = StepPlan(
             step=step,
             shape=StepShape(
@@ -167,7 +173,8 @@ class Scheduler:
                 target_rows=choice.target_rows if decode else 0,
                 chunk_rows=_round_up(prompt_rows, self.chunk_buckets) if chunks else 0,
                 propose_depth=choice.propose_depth,
-                draws=max((_draws(seq.request.params) for seq in sampling), default=Draws.GREEDY),
+                draws=max((seq.draws for seq in sampling), default=Draws.GREEDY),
+                shaping=shaping,
             ),
             decode=rows,
             chunks=tuple(chunk for _, chunk in chunks),
@@ -178,10 +185,16 @@ class Scheduler:
                 rows_per_sequence=min(self.draft_width, choice.target_rows - len(decode)) + 1
                 if decode
                 else 0,
+                penalties=any(seq.request.params.has_penalty for seq in sampling),
+                masks=any(seq.matcher is not None for seq in sampling),
+                scores=any(seq.request.params.logprobs is not None for seq in sampling),
             ),
             verify_depth=self._proposed_depth,
             choice=choice,
             shard_budgets=(max(choice.target_rows - len(decode), 0),),
+            masks=tuple(
+                (row, seq.matcher.mask()) for row, seq in enumerate(sampling) if seq.matcher is not None
+            ),
         )
         self._launched(plan, sampling, [seq for seq, _ in chunks])
         return plan
@@ -196,6 +209,8 @@ class Scheduler:
                 continue  # preempted by one that came earlier in this very loop
             if seq.preempting or seq.in_prefill or seq.certain >= seq.limit:
                 continue
+            if seq.matcher is not None and seq.in_flight:
+                continue  # its mask needs the token in flight
             if not self._grow(
                 seq, min(seq.limit, seq.bound + self.draft_width + 1) + self.draft_width, updates
             ):
@@ -203,7 +218,7 @@ class Scheduler:
                 self._preempt_one()
                 continue
             remaining = seq.limit - seq.certain
-            limit = min(self.draft_width, remaining - 1) if seq.has_drafts else 0
+            limit = min(self.draft_width, remaining - 1) if seq.has_drafts and seq.matcher is None else 0
             planned.append(
                 (
                     seq,
@@ -279,7 +294,10 @@ class Scheduler:
                 generation=seq.generation,
                 num_tokens=len(seq.tokens),
                 limit=seq.limit,
+                prompt_len=len(seq.request.prompt_token_ids),
                 params=seq.request.params,
+                stop_ids=tuple(seq.stop_ids),
+                history=tuple(seq.tokens) if seq.request.params.has_penalty else (),
                 seed=seq.seed,
             )
         )
@@ -336,6 +354,7 @@ class Scheduler:
         """Apply one retired step. Returns outputs, and per result row the tokens kept (-1: nobody's any more)."""
         outputs: list[RequestOutput] = []
         kept: list[int] = []
+        self._take_prompt_scores(result)
         finished_chunks = [c for c in result.plan.chunks if not c.samples]
         for row, (req_idx, generation) in enumerate(result.plan.sampling_rows):
             seq = self._sequence(req_idx, generation)
@@ -349,7 +368,9 @@ class Scheduler:
                 kept.append(-1)
             else:
                 self._count(seq, result, row)
-                output = self._take_tokens(seq, [int(t) for t in result.token_ids[row, :count]])
+                output = seq.take([int(t) for t in result.token_ids[row, :count]], result.scores, row)
+                if output.finish_reason is not None:
+                    self._finish(seq, output.finish_reason)
                 outputs.append(output)
                 kept.append(len(output.token_ids))
             self._settle(seq)
@@ -360,28 +381,15 @@ class Scheduler:
                 self._settle(seq)
         return outputs, kept
 
-    def _take_tokens(self, seq: SequenceState, tokens: list[int]) -> RequestOutput:
-        """Keep tokens up to the first stop token or the limit, whichever comes first in the block."""
-        stop: int | None = None
-        for index, token in enumerate(tokens):
-            if token in seq.stop_ids:
-                tokens, stop = tokens[: index + 1], token
-                break
-        seq.tokens.extend(tokens)
-        assert len(seq.tokens) <= seq.limit, f"sequence of {len(seq.tokens)} tokens has the limit {seq.limit}"
-        if stop is not None:
-            self._finish(seq, FinishReason.STOP)
-        elif len(seq.tokens) >= seq.limit:
-            self._finish(seq, FinishReason.LENGTH)
-        queue_seconds, seq.queue_seconds = seq.queue_seconds, None
-        return RequestOutput(
-            request_id=seq.request.request_id,
-            token_ids=tokens,
-            finish_reason=seq.finish_reason,
-            stop_token_id=stop,
-            spec=seq.spec,
-            queue_seconds=queue_seconds,
-        )
+    def _take_prompt_scores(self, result: StepResult) -> None:
+        if result.prompt_scores is None:
+            return
+        first_row = 0
+        for chunk in result.plan.chunks:
+            seq = self._sequence(chunk.req_idx, chunk.generation)
+            if seq is not None and seq.scores_chunk():
+                seq.take_prompt_scores(result.prompt_scores, first_row, chunk.start, len(chunk.token_ids))
+            first_row += len(chunk.token_ids)
 
     def _count(self, seq: SequenceState, result: StepResult, row: int) -> None:
         if row < len(result.plan.decode):
@@ -433,9 +441,3 @@ class Scheduler:
 def _round_up(value: int, buckets: Sequence[int]) -> int:
     """Smallest captured size that holds `value`."""
     return next(bucket for bucket in buckets if bucket >= value)
-
-
-def _draws(params: SamplingParams) -> Draws:
-    if params.is_greedy:
-        return Draws.GREEDY
-    return Draws.FILTERED if params.has_filter else Draws.SAMPLED

@@ -158,16 +158,22 @@ class Speculator:
         decode = torch.arange(shape.target_rows, device=inputs.rows.device)
         return torch.cat((decode, inputs.final_rows))
 
+    def emitted_rows(self, arranged: Arrangement, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+        """[B, W + 1] int64: which of `logit_rows` each token of a sequence is drawn at; the first ones are valid."""
+        columns = torch.arange(self.width + 1, device=inputs.rows.device)
+        index = arranged.first_row[:, None] + columns
+        num_rows = shape.target_rows
+        if shape.chunk_rows:
+            sequences = torch.arange(inputs.rows.shape[0], device=inputs.rows.device)
+            index = torch.where(inputs.is_final[:, None], (shape.target_rows + sequences)[:, None], index)
+            num_rows += inputs.rows.shape[0]
+        return index.clamp_(max=num_rows - 1)
+
     def verify(
         self, drawn: torch.Tensor, arranged: Arrangement, inputs: StepInputs, shape: StepShape
     ) -> Verdict:
         """drawn: one target draw for each of `logit_rows`; returns what each sequence emits."""
-        columns = torch.arange(self.width + 1, device=drawn.device)
-        index = arranged.first_row[:, None] + columns
-        if shape.chunk_rows:
-            sequences = torch.arange(inputs.rows.shape[0], device=drawn.device)
-            index = torch.where(inputs.is_final[:, None], (shape.target_rows + sequences)[:, None], index)
-        token_ids = drawn[index.clamp_(max=drawn.shape[0] - 1)]
+        token_ids = drawn[self.emitted_rows(arranged, inputs, shape)]
         lengths = torch.where(inputs.is_final, 0, arranged.lengths)
         return accept(token_ids, arranged.drafts, lengths, arranged.active)
 
